@@ -1,0 +1,18 @@
+"""Eight virtual CPU devices for every test; set JAXMOE_TEST_PLATFORM=gpu to run the tests marked gpu on a GPU."""
+
+import os
+
+import jax
+import pytest
+
+ON_GPU = os.environ.get("JAXMOE_TEST_PLATFORM") == "gpu"
+if not ON_GPU:
+    jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs a GPU: set JAXMOE_TEST_PLATFORM=gpu on a machine with one")
+    for item in items:
+        if "gpu" in item.keywords and not ON_GPU:
+            item.add_marker(skip)
