@@ -90,7 +90,8 @@ class MoEConfig:
         `axis`. On Explicit axes the type of x says it, and this stays None.
       transport: "all_gather" (the default, always works), "all_to_all" (one copy per (token, rank)), "ragged" (the
         same with exact sizes, GPU only), or "naive" (the baseline). "ragged_emulated" tests `ragged` on a CPU.
-      experts: the grouped-matmul backend, "reference" or "xla"; None lets the library choose and report.
+      experts: the grouped-matmul backend, "pallas" (Hopper GPUs), "xla" or "reference"; None chooses by device,
+        sizes and dtype, each direction for itself.
       capacity: the most rows an expert takes from all tokens of its EP group in one call; None drops nothing.
         Rows over it are dropped in the order (rank, token, slot), last first, and counted.
       wire_rows: with "all_to_all" and "ragged", the most tokens that one rank sends to another in one call; None drops

@@ -5,19 +5,32 @@ import warnings
 from types import ModuleType
 
 import jax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.experts import reference, xla
+from jaxmoe.experts import pallas, reference, xla
 
-BACKENDS: dict[str, ModuleType] = {"reference": reference, "xla": xla}
+BACKENDS: dict[str, ModuleType] = {"pallas": pallas, "reference": reference, "xla": xla}
 
 
-def choose_backend(name: str | None = None, platform: str | None = None) -> str:
-    """The backend that `grouped_matmul` takes: `name` if it is known, else the best of the platform.
+def choose_backend(
+    name: str | None = None,
+    *,
+    num_rows: int,
+    widths: tuple[int, ...],
+    dtype: DTypeLike,
+    device_kind: str | None = None,
+) -> str:
+    """The backend that one product takes: `name` if it is known, else the best one that can run it.
+
+    Each direction of a product chooses for itself, since its widths are others.
 
     Args:
-      name: a backend, or None to choose.
-      platform: "cpu", "gpu", …; None is `jax.default_backend()`.
+      name: a backend, or None to choose: "pallas" on a Hopper GPU for the sizes and dtypes that it takes, else "xla".
+      num_rows: M.
+      widths: the contracted and the output width.
+      dtype: of rows and weights.
+      device_kind: None is the default device's.
 
     Returns:
       The backend's name.
@@ -26,7 +39,9 @@ def choose_backend(name: str | None = None, platform: str | None = None) -> str:
       ValueError: no such backend.
 
     Example:
-      >>> choose_backend(None, "cpu")
+      >>> choose_backend(num_rows=64, widths=(128, 256), dtype="bfloat16", device_kind="NVIDIA H200")
+      'pallas'
+      >>> choose_backend(num_rows=64, widths=(128, 256), dtype="bfloat16", device_kind="cpu")
       'xla'
     """
     if name is not None and name not in BACKENDS:
@@ -34,24 +49,39 @@ def choose_backend(name: str | None = None, platform: str | None = None) -> str:
             f"the experts backend must be one of {sorted(BACKENDS)}; got {name!r}. Use one of them, or None to let "
             "jaxmoe choose."
         )
-    chosen = name or "xla"
-    if chosen == "xla" and (platform or jax.default_backend()) in ("gpu", "cuda"):
-        _warn_slow_on_cuda()
+    kind = device_kind or pallas.device_kind()
+    reason = pallas.why_not(num_rows, widths, dtype, kind)
+    chosen = name or ("xla" if reason else "pallas")
+    if chosen == "xla" and "NVIDIA" in kind:
+        _warn_slow_on_cuda("it was asked for" if name else f"the pallas kernel cannot take over: {reason}")
     return chosen
 
 
 @functools.cache
-def _warn_slow_on_cuda() -> None:
+def _warn_slow_on_cuda(why: str) -> None:
     warnings.warn(
-        "experts backend 'xla' on CUDA: without cuDNN >= 9.22, lax.ragged_dot is a dense masked product (82 ms where "
+        f"experts backend 'xla' on CUDA ({why}): without cuDNN >= 9.22, lax.ragged_dot is a dense masked product (82 ms where "
         "a grouped kernel takes 0.9, with a 32 GiB temporary at Qwen3-30B-A3B sizes).",
         stacklevel=3,
     )
 
 
+def product(rows, weights, group_sizes, backend: str | None, transpose: bool = False) -> jax.Array:
+    """The chosen backend's product, without a derivative."""
+    name = choose_backend(backend, num_rows=rows.shape[0], widths=weights.shape[1:], dtype=rows.dtype)
+    return BACKENDS[name].grouped_matmul(rows, weights, group_sizes, transpose)
+
+
+def product_dw(rows, dout, group_sizes, backend: str | None) -> jax.Array:
+    """The chosen backend's weight gradient."""
+    widths = rows.shape[1], dout.shape[1]
+    name = choose_backend(backend, num_rows=rows.shape[0], widths=widths, dtype=rows.dtype)
+    return BACKENDS[name].grouped_matmul_dw(rows, dout, group_sizes)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _product(rows, weights, group_sizes, backend):
-    return BACKENDS[backend].grouped_matmul(rows, weights, group_sizes)
+    return product(rows, weights, group_sizes, backend)
 
 
 def _product_fwd(rows, weights, group_sizes, backend):
@@ -60,8 +90,8 @@ def _product_fwd(rows, weights, group_sizes, backend):
 
 def _product_bwd(backend, saved, dout):
     rows, weights, group_sizes = saved
-    drows = BACKENDS[backend].grouped_matmul(dout, weights.swapaxes(1, 2), group_sizes)
-    return drows, BACKENDS[backend].grouped_matmul_dw(rows, dout, group_sizes), None
+    drows = product(dout, weights, group_sizes, backend, transpose=True)
+    return drows, product_dw(rows, dout, group_sizes, backend), None
 
 
 _product.defvjp(_product_fwd, _product_bwd)
@@ -83,13 +113,14 @@ def grouped_matmul(
       rows: [M, D] float32, bfloat16 or float16. Rows past sum(group_sizes) may hold anything.
       weights: [L, D, F], the dtype of rows.
       group_sizes: [L] int32, summing to at most M.
-      backend: "reference", "xla" or None to choose by platform.
+      backend: "pallas" (Hopper), "reference", "xla", or None to choose by device, sizes and dtype.
 
     Returns:
       [M, F] in the dtype of rows, accumulated in float32. Rows past sum(group_sizes) are unspecified.
 
     Raises:
       ValueError: no such backend, or shapes or dtypes that do not fit each other.
+      NotImplementedError: a backend asked for by name that cannot run this; the message names one that can.
 
     Example:
       >>> import jax.numpy as jnp
@@ -110,4 +141,4 @@ def grouped_matmul(
             f"rows and weights must have one dtype; got {rows.dtype} and {weights.dtype}. Cast one: "
             f"weights.astype({rows.dtype})."
         )
-    return _product(rows, weights, group_sizes, choose_backend(backend))
+    return _product(rows, weights, group_sizes, backend)

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxmoe.experts.api import BACKENDS, choose_backend, grouped_matmul
+from jaxmoe.experts import pallas
+from jaxmoe.experts.api import choose_backend, grouped_matmul, product, product_dw
 from jaxmoe.permute import xla as rows_xla
 from jaxmoe.permute.api import permute
 from jaxmoe.routing.plan import RowMap
@@ -67,12 +68,12 @@ def expert_down(
     Returns:
       [N, D] float32: this rank's part of every token's sum.
     """
-    return _down(pre, down, weights, row_map, choose_backend(backend))
+    return _down(pre, down, weights, row_map, backend)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _down(pre, down, weights, row_map, backend):
-    out = BACKENDS[backend].grouped_matmul(swiglu(pre), down, row_map.group_sizes)
+    out = product(swiglu(pre), down, row_map.group_sizes, backend)
     return rows_xla.combine(out, weights, row_map)
 
 
@@ -82,18 +83,44 @@ def _down_fwd(pre, down, weights, row_map, backend):
 
 def _down_bwd(backend, saved, dy):
     pre, down, weights, row_map = saved
-    sizes, module = row_map.group_sizes, BACKENDS[backend]
+    sizes = row_map.group_sizes
     live = (row_map.slot_of_row >= 0)[:, None]
     h, swiglu_vjp = jax.vjp(swiglu, jnp.where(live, pre, 0))
     g = rows_xla.permute(dy.astype(pre.dtype), row_map)
-    dh = jnp.where(live, module.grouped_matmul(g, down.swapaxes(1, 2), sizes), 0)
+    dh = jnp.where(live, product(g, down, sizes, backend, transpose=True), 0)
     dw_row = (h.astype(jnp.float32) * dh.astype(jnp.float32)).sum(-1)
     at = row_map.row_of_slot
     dweights = jnp.where(at >= 0, dw_row[jnp.maximum(at, 0)], 0.0)
     scale = rows_xla.row_weights(weights, row_map)[:, None]
-    ddown = module.grouped_matmul_dw((scale * h).astype(pre.dtype), g, sizes)
+    ddown = product_dw((scale * h).astype(pre.dtype), g, sizes, backend)
     (dpre,) = swiglu_vjp((scale * dh).astype(pre.dtype))
     return dpre, ddown, dweights.astype(weights.dtype), None
 
 
 _down.defvjp(_down_fwd, _down_bwd)
+
+
+def expert_up_activated(
+    x: Float[Array, "N D"], gate_up: Float[Array, "L D 2*F"], row_map: RowMap, backend: str | None = None
+) -> Float[Array, "M F"]:
+    """h = swiglu(grouped_matmul(permute(x), gate_up)), for calls that take no gradient.
+
+    Where the pallas kernel runs it is one pass, and the 2F columns of the product are never written. Arguments as
+    `expert_up`.
+    """
+    rows, sizes = permute(x, row_map), row_map.group_sizes
+    widths = gate_up.shape[1], gate_up.shape[2] // 2
+    if choose_backend(backend, num_rows=rows.shape[0], widths=widths, dtype=rows.dtype) == "pallas":
+        return pallas.grouped_swiglu(rows, gate_up, sizes)
+    return swiglu(product(rows, gate_up, sizes, backend))
+
+
+def expert_down_activated(
+    h: Float[Array, "M F"],
+    down: Float[Array, "L F D"],
+    weights: Float[Array, "N K"],
+    row_map: RowMap,
+    backend: str | None = None,
+) -> Float[Array, "N D"]:
+    """y[n] = Σ_k w[n, k] · (h @ down)[row_of_slot[n, k]], behind `expert_up_activated`."""
+    return rows_xla.combine(product(h, down, row_map.group_sizes, backend), weights, row_map)

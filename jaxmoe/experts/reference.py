@@ -11,9 +11,14 @@ def _group_mask(group_sizes, expert: int, num_rows: int):
 
 
 def grouped_matmul(
-    rows: Float[Array, "M D"], weights: Float[Array, "L D F"], group_sizes: Int[Array, "L"]
+    rows: Float[Array, "M D"], weights: Float[Array, "L D F"], group_sizes: Int[Array, "L"], transpose: bool = False
 ) -> Float[Array, "M F"]:
-    """out[m] = rows[m] @ weights[group of m], float32 accumulation; rows of no group are zero."""
+    """out[m] = rows[m] @ weights[group of m], float32 accumulation; rows of no group are zero.
+
+    With `transpose` weights are [L, F, D] and the product is with weightsᵀ.
+    """
+    if transpose:
+        weights = weights.swapaxes(1, 2)
     M = rows.shape[0]
     out = jnp.zeros((M, weights.shape[2]), jnp.float32)
     for e in range(weights.shape[0]):

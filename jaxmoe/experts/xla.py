@@ -16,9 +16,11 @@ def _without_tail(rows, group_sizes):
 
 
 def grouped_matmul(
-    rows: Float[Array, "M D"], weights: Float[Array, "L D F"], group_sizes: Int[Array, "L"]
+    rows: Float[Array, "M D"], weights: Float[Array, "L D F"], group_sizes: Int[Array, "L"], transpose: bool = False
 ) -> Float[Array, "M F"]:
-    """out[m] = rows[m] @ weights[group of m]."""
+    """out[m] = rows[m] @ weights[group of m], or @ weightsᵀ with `transpose` (weights [L, F, D])."""
+    if transpose:
+        weights = weights.swapaxes(1, 2)
     # An unused expert's weights may hold anything; the dense form would spread its NaN to every row.
     used = jnp.where((group_sizes > 0)[:, None, None], weights, 0)
     out = lax.ragged_dot(_without_tail(rows, group_sizes), used, group_sizes, preferred_element_type=jnp.float32)

@@ -15,7 +15,7 @@ from jaxmoe.comm import (
 )
 from jaxmoe.compat import varying_axes
 from jaxmoe.config import MoEConfig
-from jaxmoe.experts import expert_down, expert_up
+from jaxmoe.experts import expert_down, expert_down_activated, expert_up, expert_up_activated
 from jaxmoe.layers.params import MoEParams, MoEStats
 from jaxmoe.mesh import axis_tuple, vary
 from jaxmoe.routing.gating import Routing, gate
@@ -33,6 +33,7 @@ def _stages(config: MoEConfig, dtype) -> list[Stage]:
             kind="compute",
             fn=lambda p, handle, x: expert_up(x, p["gate_up"], handle.row_map, backend),
             reads=("gate_up",),
+            primal=lambda p, handle, x: expert_up_activated(x, p["gate_up"], handle.row_map, backend),
         ),
         Stage(
             name="down",
@@ -41,6 +42,9 @@ def _stages(config: MoEConfig, dtype) -> list[Stage]:
                 expert_down(pre, p["down"], handle.weights, handle.row_map, backend), config, dtype
             ),
             reads=("down",),
+            primal=lambda p, handle, h: _rounded(
+                expert_down_activated(h, p["down"], handle.weights, handle.row_map, backend), config, dtype
+            ),
         ),
         Stage(
             name="combine",

@@ -34,12 +34,15 @@ class Stage:
       fn: (parameters, own, value) -> value. `parameters` is the sub-dict of the shared parameters that `reads` names,
         `own` what the lane carries beside its value (row maps, combine weights).
       reads: the shared parameters it uses. Only these get a gradient from it.
+      primal: used in place of `fn` where no gradient is taken, None for `fn` itself. The values between stages may
+        then be others (an expert's activations in place of its pre-activations); the lane's last value may not.
     """
 
     name: str
     kind: Literal["compute", "comm"]
     fn: Callable[[dict[str, Tree], Tree, Tree], Tree]
     reads: tuple[str, ...] = ()
+    primal: Callable[[dict[str, Tree], Tree, Tree], Tree] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,16 @@ def weave(
         )
     own_floats, own_others = _split(tuple(own))
 
+    def run_primal(shared, own_floats, own_others, values):
+        x, ties = list(values), _Ties()
+        for lane, s in orders.forward:
+            stage = stages[s]
+            parameters = {name: shared[name] for name in stage.reads}
+            call = stage.primal or stage.fn
+            x[lane] = call(parameters, _join(own_floats[lane], own_others[lane]), ties.tie(stage.kind, x[lane]))
+            ties.done(stage.kind, x[lane])
+        return tuple(x)
+
     def run_forward(shared, own_floats, own_others, values):
         x, ties, pullbacks = list(values), _Ties(), {}
         for lane, s in orders.forward:
@@ -181,6 +194,6 @@ def weave(
             ties.done(stages[s].kind, g[lane])
         return d_shared, tuple(d_own), None, tuple(g)
 
-    woven = jax.custom_vjp(lambda *args: run_forward(*args)[0])
+    woven = jax.custom_vjp(run_primal)
     woven.defvjp(run_forward, run_backward)
     return woven(dict(shared), own_floats, own_others, tuple(values))

@@ -1,6 +1,7 @@
 """The grouped matmul: every backend, forward and both gradients, against float64, with poisoned memory."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +9,26 @@ import numpy as np
 import pytest
 from contract.harness import EXPERT_NAMES, TOLERANCE, rel_err
 
-from jaxmoe.experts import choose_backend, grouped_matmul
+from jaxmoe.experts import choose_backend, grouped_matmul, pallas
 from jaxmoe.experts.mlp import expert_down, swiglu
 from jaxmoe.permute import combine_rows
 from jaxmoe.routing import row_map
 
-M, D, F, L = 32, 16, 24, 4
+M, D, F, L = 32, 64, 128, 4  # widths that every backend takes
+KERNEL_REASON = pallas.why_not(M, (D, F), jnp.bfloat16, pallas.device_kind())
+
+
+def _backends(*dtypes) -> list:
+    """Every backend, with the kernel skipped where it cannot run and for dtypes that it refuses."""
+    cases = []
+    for name in EXPERT_NAMES:
+        skip = [pytest.mark.skip(reason=f"pallas: {KERNEL_REASON}")] if name == "pallas" and KERNEL_REASON else []
+        for dtype in dtypes:
+            if name != "pallas" or dtype != "float32":
+                cases.append(pytest.param(name, dtype, marks=skip))
+    return cases
+
+
 SIZES = {
     "full": [8, 8, 8, 8],
     "empty between": [8, 0, 8, 0],
@@ -50,8 +65,7 @@ def _oracle(rows, weights, sizes, dout):
     return out, drows, dweights
 
 
-@pytest.mark.parametrize("backend", EXPERT_NAMES)
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("backend, dtype", _backends(*TOLERANCE))
 @pytest.mark.parametrize("sizes", SIZES)
 def test_against_float64_with_poison(backend, dtype, sizes):
     """A NaN tail in rows and cotangents, NaN weights in unused experts: no valid row and no gradient sees them."""
@@ -68,14 +82,14 @@ def test_against_float64_with_poison(backend, dtype, sizes):
     assert (np.asarray(dweights)[unused[:, 0, 0]] == 0).all(), "an empty group's gradient is exactly zero"
 
 
-@pytest.mark.parametrize("backend", EXPERT_NAMES)
+@pytest.mark.parametrize("backend", [None, "reference", "xla"])
 def test_no_rows(backend):
-    _, weights, _ = _arrays(1, "float32")
-    out = grouped_matmul(jnp.zeros((0, D)), weights, jnp.zeros((L,), jnp.int32), backend=backend)
+    _, weights, _ = _arrays(1, "bfloat16")
+    out = grouped_matmul(jnp.zeros((0, D), jnp.bfloat16), weights, jnp.zeros((L,), jnp.int32), backend=backend)
     assert out.shape == (0, F)
 
 
-@pytest.mark.parametrize("backend", EXPERT_NAMES)
+@pytest.mark.parametrize("backend", ["reference", "xla"])
 def test_expert_down_is_the_plain_composition_and_keeps_only_what_it_must(backend):
     """The gradient that stores no output equals the one of swiglu, product and weighted sum, taken apart."""
     rng = np.random.default_rng(2)
@@ -103,17 +117,41 @@ def test_expert_down_is_the_plain_composition_and_keeps_only_what_it_must(backen
 
 
 def test_choice():
-    assert choose_backend(None, "cpu") == "xla"
+    sizes = dict(num_rows=64, widths=(128, 256), dtype=jnp.bfloat16)
+    assert choose_backend(**sizes, device_kind="cpu") == "xla"
+    assert choose_backend(**sizes, device_kind="NVIDIA H200") == "pallas"
+    assert choose_backend("reference", **sizes, device_kind="NVIDIA H200") == "reference"
     with pytest.raises(ValueError, match=r"experts backend must be one of .*; got 'cutlass'.*None to let"):
-        choose_backend("cutlass")
+        choose_backend("cutlass", **sizes)
 
 
 def test_xla_on_cuda_warns_with_the_reason():
     from jaxmoe.experts import api
 
-    api._warn_slow_on_cuda.cache_clear()
-    with pytest.warns(UserWarning, match="ragged_dot is a dense masked product"):
-        choose_backend("xla", "gpu")
+    sizes = dict(num_rows=64, widths=(128, 256), dtype=jnp.float32, device_kind="NVIDIA H200")
+    for name, why in ((None, "takes bfloat16 and float16; got float32"), ("xla", "it was asked for")):
+        api._warn_slow_on_cuda.cache_clear()
+        with pytest.warns(UserWarning, match=f"{why}.*ragged_dot is a dense masked product"):
+            assert choose_backend(name, **sizes) == "xla"
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            choose_backend(name, **sizes)  # once
+
+
+@pytest.mark.parametrize(
+    "num_rows, widths, dtype, kind, says",
+    [
+        (64, (128, 256), "bfloat16", "cpu", "written for Hopper GPUs; this device is 'cpu'"),
+        (64, (128, 256), "float32", "NVIDIA H200", "takes bfloat16 and float16; got float32"),
+        (64, (128, 100), "bfloat16", "NVIDIA H200", r"multiples of 64; got \(128, 100\)"),
+        (0, (128, 256), "bfloat16", "NVIDIA H200", "needs a row"),
+    ],
+)
+def test_pinned_kernel_fails_loudly(num_rows, widths, dtype, kind, says, monkeypatch):
+    monkeypatch.setattr(pallas, "device_kind", lambda: kind)
+    rows, weights = jnp.zeros((num_rows, widths[0]), dtype), jnp.zeros((2, *widths), dtype)
+    with pytest.raises(NotImplementedError, match=f"'pallas': .*{says}.*Use experts='xla'"):
+        grouped_matmul(rows, weights, jnp.zeros((2,), jnp.int32), backend="pallas")
 
 
 @pytest.mark.parametrize(
