@@ -35,11 +35,11 @@ venv: ## make the environment of `make test` without running anything
 	@sh scripts/make_venv.sh "$(VENV)" "$(EXTRAS_TEST)"
 
 test: venv ## the whole suite; TEST_ARGS="-n 2 -k routing"
-	$(RUN) $(PYTEST) $(TEST_ARGS)
+	$(RUN) $(PYTEST) -n 2 --dist loadgroup $(TEST_ARGS)
 
 test-jax-min: ## the suite without its slow tests, on jax 0.11.2 exactly
 	@sh scripts/make_venv.sh "$(VENV_MIN)" viz,notebooks,test $(MIN_PINS)
-	"$(VENV_MIN)/bin/python" -m $(PYTEST) -m "not slow" $(TEST_ARGS)
+	"$(VENV_MIN)/bin/python" -m $(PYTEST) -n 2 --dist loadgroup -m "not slow" $(TEST_ARGS)
 
 lint: venv ## ruff's checks
 	$(RUN) ruff check .

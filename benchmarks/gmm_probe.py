@@ -1,9 +1,10 @@
-"""Checks and times the grouped matmul on one GPU, alone: `python3 benchmarks/gmm_probe.py check tune final`.
+"""Checks and times the grouped matmul on one GPU, alone: `python3 benchmarks/gmm_probe.py check tune final weight`.
 
 Every check runs on poisoned memory: outputs start as NaN and the rows past the last group are NaN. Every time is
 taken on random data, with group sizes from a multinomial over a Dirichlet(4) draw, beside a dense product of the same
 size and PyTorch's grouped product in the same process. Rows go to $OUT/gmm.json.
 """
+
 import concurrent.futures
 import datetime
 import functools
@@ -15,11 +16,11 @@ import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
+import jax
+import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels.grouped_matmul import Config, grouped_matmul, grouped_matmul_dw, grouped_swiglu  # noqa: E402
+from pallas_kernels.grouped_matmul import Config, grouped_matmul, grouped_matmul_dw, grouped_swiglu
 
 BF16 = jnp.bfloat16
 SHAPES = {  # name: M, D, F, G
@@ -56,7 +57,7 @@ def compile_all(jobs):
             return f"{type(error).__name__}: {str(error)[-300:]}"
 
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
-        return dict(zip(jobs, pool.map(one, jobs.values())))
+        return dict(zip(jobs, pool.map(one, jobs.values()), strict=True))
 
 
 def time_us(functions, rounds=7, budget_s=0.03):
@@ -116,88 +117,103 @@ def relative(out, ref):
     return float(np.linalg.norm(out - ref) / norm) if norm else float(np.abs(out).max(initial=0))
 
 
-def check():
-    cases = {}
-    M, D, F, G = 2048, 576, 832, 16
-    variants = {
-        "128x256 cols": Config(),
-        "128x256 split cols": Config(split="cols"),
-        "256x128 cols": Config(rows=256, cols=128),
-        "128x256 rows": Config(cluster="rows"),
-        "64x256 none": Config(rows=64, split="cols", cluster=None),
-        "256x192 cols": Config(rows=256, cols=192, stages=3),
-        "128x256/c rows": Config(cluster="rows", split="cols"),
-    }
-    for name, config in variants.items():
-        cases[f"fwd {name}"] = ("fwd", M, D, F, G, config)
-    for name in ("128x256 cols", "64x256 none", "256x192 cols", "128x256 rows"):
-        cases[f"bwd {name}"] = ("bwd", M, D, F, G, variants[name])
-    for name in ("128x256 cols", "128x256 rows", "256x128 cols"):
-        cases[f"swiglu {name}"] = ("swiglu", M, D, F, G, variants[name])
-    dw = {"rows": Config(cluster="rows"), "256": Config(rows=256, cols=128, cluster="rows")}
-    for name, config in dw.items():
-        cases[f"dw {name}"] = ("dw", M, D, F, G, config)
-    cases["dw f32"] = ("dw32", M, D, F, G, None)
+VARIANTS = {
+    "128x256 cols": Config(),
+    "128x256 split cols": Config(split="cols"),
+    "256x128 cols": Config(rows=256, cols=128),
+    "128x256 rows": Config(cluster="rows"),
+    "64x256 none": Config(rows=64, split="cols", cluster=None),
+    "256x192 cols": Config(rows=256, cols=192, stages=3),
+    "128x256/c rows": Config(cluster="rows", split="cols"),
+}
+
+
+def check_cases():
+    """{name: (kind, M, D, F, G, configuration)}."""
+    usual = 2048, 576, 832, 16
+    cases = {f"fwd {name}": ("fwd", *usual, config) for name, config in VARIANTS.items()}
+    for kind, names in {
+        "bwd": ("128x256 cols", "64x256 none", "256x192 cols", "128x256 rows"),
+        "swiglu": ("128x256 cols", "128x256 rows", "256x128 cols"),
+        "dw": ("128x256 rows",),
+    }.items():
+        cases |= {f"{kind} {name}": (kind, *usual, VARIANTS[name]) for name in names}
+    cases["dw 256x128 rows"] = ("dw", *usual, Config(rows=256, cols=128, cluster="rows"))
+    cases["dw f32"] = ("dw32", *usual, None)
     cases["fwd M < tile"] = ("fwd", 17, 128, 192, 4, Config())
     for kind in ("fwd", "bwd", "dw"):
         cases[f"{kind} 2880"] = (kind, 777, 2880, 2880, 5, None)
         cases[f"{kind} tiny M"] = (kind, 17, 128, 192, 4, None)
         cases[f"{kind} G=512"] = (kind, 3001, 128, 256, 512, None)
         cases[f"{kind} few SMs"] = (kind, 1000, 256, 256, 7, None)
-    jobs, calls = {}, {}
+    return cases
+
+
+def second_shape(kind, M, D, F, G):
+    return {"fwd": (G, D, F), "bwd": (G, F, D), "swiglu": (G, D, 2 * F), "dw": (M, F), "dw32": (M, F)}[kind]
+
+
+def reference(kind, x, y, sizes):
+    """What the kernel should give, with numpy, group by group; a list."""
+    begin = np.cumsum(sizes) - sizes
+    spans = [slice(b, b + s) for b, s in zip(begin, sizes, strict=True)]
+    if kind.startswith("dw"):
+        return [np.stack([x[rows].T @ y[rows] for rows in spans])]
+    product = np.concatenate([x[rows] @ (w.T if kind == "bwd" else w) for rows, w in zip(spans, y, strict=True)])
+    if kind != "swiglu":
+        return [product]
+    gate, up = np.split(product, 2, axis=1)
+    return [gate / (1 + np.exp(np.minimum(-gate, 80))) * up, product]
+
+
+def check_one(run, kind, M, D, F, G):
+    """Every pattern of group sizes on one compiled kernel: the worst error and what failed."""
+    key = jax.random.split(jax.random.key(3), 2)
+    x, y = normal(key[0], (M, D)), normal(key[1], second_shape(kind, M, D, F, G))
+    x32, y32 = np.asarray(x, np.float32), np.asarray(y, np.float32)
+    is_dw = kind.startswith("dw")
+    outputs = [((G, D, F), jnp.float32 if kind == "dw32" else BF16)] if is_dw else [((M, F), BF16), ((M, 2 * F), BF16)]
+    worst, notes = 0.0, []
+    for pattern, sizes in group_patterns(M, G):
+        sizes = np.asarray(sizes, np.int32)
+        while sizes.sum() > M:
+            sizes[np.argmax(sizes)] -= min(sizes.max(), sizes.sum() - M)
+        n = int(sizes.sum())
+        second = y.at[n:].set(jnp.nan) if is_dw else y
+        poison(*outputs)
+        out = jax.block_until_ready(run(x.at[n:].set(jnp.nan), second, jnp.asarray(sizes)))
+        out = [np.asarray(o, np.float32) for o in (out if isinstance(out, (tuple, list)) else [out])]
+        if is_dw and any(np.any(out[0][g]) for g in range(G) if sizes[g] == 0):
+            notes.append(f"{pattern}: empty group not zero")
+        ref = reference(kind, x32, y32, sizes)
+        error = max(relative(o if is_dw else o[:n], r) for o, r in zip(out, ref, strict=True))
+        if not error < 5e-3:
+            notes.append(f"{pattern}: {error:.2e}")
+        worst = max(worst, error) if error == error else error
+    return worst, notes
+
+
+def check():
+    cases, jobs = check_cases(), {}
     for name, (kind, M, D, F, G, config) in cases.items():
-        sms = 6 if "few" in name else None
+        options = dict(config=config, num_sms=6 if "few" in name else None)
         f = {
-            "fwd": functools.partial(grouped_matmul, config=config, num_sms=sms),
-            "bwd": functools.partial(grouped_matmul, transpose_rhs=True, config=config, num_sms=sms),
-            "swiglu": functools.partial(grouped_swiglu, save_preactivation=True, config=config),
-            "dw": functools.partial(grouped_matmul_dw, config=config, num_sms=sms),
-            "dw32": functools.partial(grouped_matmul_dw, out_dtype=jnp.float32, config=config),
+            "fwd": functools.partial(grouped_matmul, **options),
+            "bwd": functools.partial(grouped_matmul, transpose_rhs=True, **options),
+            "swiglu": functools.partial(grouped_swiglu, save_preactivation=True, **options),
+            "dw": functools.partial(grouped_matmul_dw, **options),
+            "dw32": functools.partial(grouped_matmul_dw, out_dtype=jnp.float32, **options),
         }[kind]
-        second = (M, F) if kind.startswith("dw") else (G, F, D) if kind == "bwd" else (G, D, 2 * F if kind == "swiglu" else F)
-        calls[name] = second
-        jobs[name] = (f, (spec(M, D), spec(*second), spec(G, dtype=jnp.int32)))
+        jobs[name] = (f, (spec(M, D), spec(*second_shape(kind, M, D, F, G)), spec(G, dtype=jnp.int32)))
     say(f"compiling {len(jobs)} checks")
     built = compile_all(jobs)
     say("compiled")
     bad = 0
     for name, (kind, M, D, F, G, _) in cases.items():
         if isinstance(built[name], str):
-            bad += 1
-            say("COMPILE", name, built[name])
-            continue
-        worst, notes = 0.0, []
-        key = jax.random.split(jax.random.key(3), 2)
-        x = normal(key[0], (M, D))
-        y = normal(key[1], calls[name])
-        x32, y32 = np.asarray(x, np.float32), np.asarray(y, np.float32)
-        for pattern, sizes in group_patterns(M, G):
-            sizes = np.asarray(sizes, np.int32)
-            while sizes.sum() > M:
-                sizes[np.argmax(sizes)] -= min(sizes.max(), sizes.sum() - M)
-            n, begin = int(sizes.sum()), np.cumsum(sizes) - sizes
-            nan = x.at[n:].set(jnp.nan)
-            second = y.at[n:].set(jnp.nan) if kind.startswith("dw") else y
-            shapes = [((G, D, F), jnp.float32 if kind == "dw32" else BF16)] if kind.startswith("dw") else [((M, F), BF16), ((M, 2 * F), BF16)]
-            poison(*shapes)
-            out = jax.block_until_ready(built[name](nan, second, jnp.asarray(sizes)))
-            out = [np.asarray(o, np.float32) for o in (out if isinstance(out, (tuple, list)) else [out])]
-            if kind.startswith("dw"):
-                ref = [np.stack([x32[b : b + s].T @ y32[b : b + s] for b, s in zip(begin, sizes)])]
-                if any(np.any(out[0][g]) for g in range(G) if sizes[g] == 0):
-                    notes.append(f"{pattern}: empty group not zero")
-            else:
-                ref = [np.zeros((n, calls[name][1] if kind == "bwd" else calls[name][2]), np.float32)]
-                for g, (b, s) in enumerate(zip(begin, sizes)):
-                    ref[0][b : b + s] = x32[b : b + s] @ (y32[g].T if kind == "bwd" else y32[g])
-                out = [o[:n] for o in out]
-                if kind == "swiglu":
-                    gate, up = ref[0][:, :F], ref[0][:, F:]
-                    ref = [gate / (1 + np.exp(np.minimum(-gate, 80))) * up, ref[0]]
-            error = max(relative(o, r) for o, r in zip(out, ref))
-            if not error < 5e-3:
-                notes.append(f"{pattern}: {error:.2e}")
-            worst = max(worst, error) if error == error else error
+            worst, notes = float("nan"), ["does not compile:", built[name]]
+        else:
+            worst, notes = check_one(built[name], kind, M, D, F, G)
         bad += bool(notes)
         say("ok  " if not notes else "BAD ", f"{name:28s} {worst:.1e}", *notes[:4])
     say("checks failed:", bad)
@@ -211,9 +227,18 @@ def record(case, backend, direction, us, work, unit, ceiling):
     rate = work / us / 1e6
     ROWS.append(
         dict(
-            bench="grouped_matmul", case=case, backend=backend, direction=direction, us=round(us, 1), rate=round(rate, 2),
-            unit=unit, ceiling=round(ceiling, 2), fraction=round(rate / ceiling, 4), device=jax.devices()[0].device_kind,
-            jax=jax.__version__, date=datetime.date.today().isoformat(),
+            bench="grouped_matmul",
+            case=case,
+            backend=backend,
+            direction=direction,
+            us=round(us, 1),
+            rate=round(rate, 2),
+            unit=unit,
+            ceiling=round(ceiling, 2),
+            fraction=round(rate / ceiling, 4),
+            device=jax.devices()[0].device_kind,
+            jax=jax.__version__,
+            date=datetime.date.today().isoformat(),
         )
     )
     return rate
@@ -294,7 +319,7 @@ def measure(case, plans):
     args = (spec(M, D), spec(G, D, F), spec(M, F), spec(G, dtype=jnp.int32))
     built = compile_all({(d, n): (table[d](c), args) for d, configs in plans.items() for n, c in configs.items()})
     key = jax.random.split(jax.random.key(5), 3)
-    data = (*(normal(k, a.shape) for k, a in zip(key, args)), jnp.asarray(sizes))
+    data = (*(normal(k, a.shape) for k, a in zip(key, args[:3], strict=True)), jnp.asarray(sizes))
     functions = {("dense", name): function for name, function in dense(M, D, F).items()}
     for direction, dw in (("forward", False), ("weight gradient", True)):
         if direction in plans:
@@ -344,10 +369,15 @@ def weight():
 
 
 def final():
-    plans = {d: {"": None} for d in directions(*SHAPES["qwen3-30b up"])}
+    everything = {d: {"": None} for d in directions(*SHAPES["qwen3-30b up"])}
     for case in SHAPES:
-        keep = ("forward",) if "decode" in case else plans if "up" in case else ("forward", "data gradient", "weight gradient")
-        measure(case, {d: plans[d] for d in keep})
+        if "decode" in case:
+            keep = ["forward"]
+        elif "up" in case:
+            keep = list(everything)
+        else:
+            keep = ["forward", "data gradient", "weight gradient"]
+        measure(case, {d: everything[d] for d in keep})
 
 
 if __name__ == "__main__":

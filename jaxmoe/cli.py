@@ -19,6 +19,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "bench": Command("jaxmoe.bench", "measure the layer and its parts"),
     "demo": Command("jaxmoe.demo", "train a small MoE transformer and check it against the dense oracle"),
 }
 

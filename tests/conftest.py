@@ -16,3 +16,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and not ON_GPU:
             item.add_marker(skip)
+        # pytest-xdist (--dist loadgroup): tests that share compiled functions run in one process.
+        shares = getattr(item, "callspec", None) and item.callspec.params.get("setting")
+        if shares or "contract" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {shares}"))

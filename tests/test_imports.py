@@ -22,7 +22,7 @@ ALLOWED = {
     "perf": BASE,
 }
 # Programs on top: they may use all of the library, and no library module may use them.
-PROGRAMS = {"cli", "demo", "viz", "bench", "launch"}
+PROGRAMS = {"cli", "extras", "demo", "viz", "bench", "launch"}
 
 
 def _imports(path):

@@ -98,7 +98,8 @@ def dispatch(
       >>> rows.tolist(), combine(rows, handle).tolist()
       ([[6.0], [5.0]], [[5.0], [6.0]])
 
-    References: GShard (Lepikhin et al., 2020); DeepEP for the handle; MegaScale-MoE for gather and scatter as transport.
+    References: GShard (Lepikhin et al., 2020); DeepEP for the handle; MegaScale-MoE for gather and scatter as
+    transport.
     """
     axes = axis_tuple(axis)
     table = limit_to_capacity(gather_routing(routing, axes), num_experts, capacity)

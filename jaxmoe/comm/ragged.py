@@ -63,7 +63,7 @@ def preflight(num_ranks: int, num_experts: int, *, platform: str | None = None) 
     if platform not in ("gpu", "cuda"):
         raise NotImplementedError(
             f"transport 'ragged' needs GPUs: XLA has no ragged all-to-all on {platform!r}. Use 'all_to_all', which "
-            "moves the same rows in padded blocks, or 'all_gather'; 'ragged_emulated' tests the same program here, slowly."
+            "moves the same rows in padded blocks, or 'all_gather'; 'ragged_emulated' tests the same program here."
         )
     if "NCCL_HOSTID" in os.environ and jax.process_count() > 1:
         raise NotImplementedError(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-# The alphabetically first 2 MiB are about 60 modules: far more than a demo reads (120 steps x 1024 bytes).
+# The alphabetically first 2 MiB are about 60 modules: far more than a demo reads (100 steps x 1024 bytes).
 _MAX_BYTES = 2**21
 # A Python without sources still has a few stray files; under this the model would learn them by heart.
 _MIN_STDLIB_BYTES = 2**16

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=_positive, default=8, metavar="N", help="virtual CPU devices if there is no GPU" + default)
     add("--transport", choices=sorted(TRANSPORTS), default="all_gather", help="the collectives" + default)
     add("--schedule", type=_schedule, default="chunks:2", metavar=schedule, help="of the MoE layers" + default)
-    add("--steps", type=_positive, default=120, metavar="N", help="optimiser steps" + default)
+    add("--steps", type=_positive, default=100, metavar="N", help="optimiser steps" + default)
     add("--batch", type=_positive, metavar="B", help=f"sequences a step, over all ranks (default: {_BATCH} or more)")
     add("--seq", type=_positive, default=64, metavar="S", help="bytes a sequence" + default)
     add("--seed", type=int, default=0, metavar="N", help="of parameters and batches" + default)

@@ -79,8 +79,8 @@ def selection_gap(
     """gap[n] = max score in own[n] but not in recorded[n] - min score in recorded[n] but not in own[n]; 0 if same.
 
     Example:
-      >>> selection_gap(jnp.array([[0.5, 0.3, 0.2]]), jnp.array([[0, 2]]), jnp.array([[0, 1]])).round(3).tolist()
-      [0.1]
+      >>> selection_gap(jnp.array([[0.9, 0.75, 0.5]]), jnp.array([[0, 2]]), jnp.array([[0, 1]])).tolist()
+      [0.25]
     """
     E = scores.shape[-1]
     was, is_ = (jax.nn.one_hot(ids, E, dtype=jnp.bool_).any(-2) for ids in (recorded, own))

@@ -6,13 +6,15 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxmoe.config import MoEConfig, RouterConfig
 from jaxmoe.layers.functional import moe
 from jaxmoe.layers.params import MoEParams, MoEStats
-from jaxmoe.mesh import AnyMesh, axis_tuple
+from jaxmoe.mesh import AnyMesh, axis_tuple, current_mesh
 from jaxmoe.routing.gating import Routing
 from jaxmoe.schedules import Schedule, Sequential
 
@@ -92,22 +94,44 @@ class MoE(nnx.Module):
             )
         self.config, self.schedule, self.mesh = config, schedule or Sequential(), mesh
         self.dtype, self.param_dtype = dtype, param_dtype
-        E, axes = router.num_experts, axis_tuple(config.axis)
-        experts = {"router": None, "gate_up": axes, "down": axes}
+        E = router.num_experts
         shapes = {"router": (d_model, E), "gate_up": (E, d_model, 2 * d_ff), "down": (E, d_ff, d_model)}
-        for name, shape in shapes.items():
-            init = kernel_init or (default_kernel_init if name == "router" else _expert_kernel_init)
-            value = init(rngs.params(), shape, param_dtype)
-            setattr(self, name, nnx.Param(value, **self._sharding(experts[name], len(shape))))
-        self.bias = RouterBias(jnp.zeros((E,), jnp.float32), **self._sharding(None, 1)) if use_bias else nnx.data(None)
+        values = {
+            name: (kernel_init or (default_kernel_init if name == "router" else _expert_kernel_init))(
+                rngs.params(), shape, param_dtype
+            )
+            for name, shape in shapes.items()
+        }
+        self.router = nnx.Param(self._whole(values["router"]))
+        self.gate_up, self.down = self._spread(values["gate_up"]), self._spread(values["down"])
+        bias = RouterBias(self._whole(jnp.zeros((E,), jnp.float32))) if use_bias else None
+        self.bias = nnx.data(bias)
 
-    def _sharding(self, axes, ndim: int) -> dict:
-        """Metadata that places a variable on the mesh at hand; none where there is no mesh to place it on."""
-        ambient = jax.sharding.get_abstract_mesh()
-        if self.mesh is None and (ambient.empty or not axis_tuple(self.config.axis)):
-            return {}
-        spec = (axes if axes and len(axes) > 1 else (axes[0] if axes else None),) + (None,) * (ndim - 1)
-        return {"out_sharding": spec} | ({} if self.mesh is None else {"mesh": self.mesh})
+    def _mesh_at_hand(self) -> AnyMesh | None:
+        """The mesh on which to place variables, if there is one."""
+        return current_mesh(self.mesh) if axis_tuple(self.config.axis) else None
+
+    def _spread(self, value: jax.Array) -> nnx.Param:
+        """A parameter whose first dimension, the experts, lies over the EP axes.
+
+        The specs end where they are trivial, as XLA returns them: P("expert"), not P("expert", None, None). Otherwise
+        the second step of a training loop would see other shardings than the first, and compile again.
+        """
+        if self._mesh_at_hand() is None:
+            return nnx.Param(value)
+        axes = axis_tuple(self.config.axis)
+        metadata = {"out_sharding": (axes if len(axes) > 1 else axes[0],)}
+        return nnx.Param(value, **metadata, **({} if self.mesh is None else {"mesh": self.mesh}))
+
+    def _whole(self, value: jax.Array) -> jax.Array:
+        """`value` on every device of the mesh."""
+        mesh = self._mesh_at_hand()
+        if mesh is None:
+            return value
+        everywhere = jax.NamedSharding(mesh, PartitionSpec())
+        if mesh.are_all_axes_explicit:
+            return jax.reshard(value, everywhere)
+        return lax.with_sharding_constraint(value, everywhere)
 
     def params(self, dtype: DTypeLike | None = None) -> MoEParams:
         """The layer's arrays for `jaxmoe.moe`; experts cast to `dtype`, the router as it is."""

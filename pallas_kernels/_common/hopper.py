@@ -1,4 +1,5 @@
 """Facts about Hopper (sm_90a) that the kernels share."""
+
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -1,4 +1,5 @@
 """Grouped matmul on Hopper: each group of sorted rows times its own matrix, and the two gradients."""
+
 from pallas_kernels.grouped_matmul.config import Config as Config
 from pallas_kernels.grouped_matmul.config import choose_config as choose_config
 from pallas_kernels.grouped_matmul.config import choose_dw_config as choose_dw_config

@@ -1,4 +1,5 @@
 """Tile sizes of the grouped matmul: what may be chosen, and what is chosen for a shape."""
+
 import dataclasses
 from typing import Literal
 
@@ -76,9 +77,9 @@ class Config:
         return self.cols * (2 if self.cluster == "cols" else 1)
 
 
-# Measured on an H200 with group sizes from a multinomial over a Dirichlet(4) draw; benchmarks/LOG_grouped_matmul.md
-# has the runs. "cols" moves more bytes through L2 but has the finer rows (128 against 256), so it wins where groups are
-# short; "rows" wins where the contraction is long and L2 is what limits. Split over columns it is a little faster still.
+# Measured on an H200 with group sizes from a multinomial over a Dirichlet(4) draw; the runs are in benchmarks/. "cols"
+# moves more bytes through L2 but has the finer rows (128 against 256), so it wins where groups are short; "rows" wins
+# where the contraction is long and L2 is what limits. Split over columns it is a little faster still.
 _COLS = Config(cluster="cols")
 _ROWS = Config(cluster="rows")
 _ROWS_BY_COLUMN = Config(cluster="rows", split="cols")

@@ -3,6 +3,7 @@
 Three warpgroups a block: one keeps the copy engine busy, two multiply. The grid is persistent: each cluster walks
 over tiles, and the copies of the next tile start while the last one is still being stored.
 """
+
 import functools
 
 import jax
@@ -27,6 +28,7 @@ def views(shape, dtype, *, interpret: bool):
 
 
 def split_views(ref, *, interpret: bool):
+    """The tiled view and the view as rows of what `views` made."""
     return (ref, ref) if interpret else ref
 
 

@@ -1,4 +1,5 @@
 """The public functions: check the arguments, choose tiles, launch."""
+
 import jax
 import jax.numpy as jnp
 
@@ -46,7 +47,7 @@ def grouped_matmul(
         >>> from jax.experimental.pallas import mosaic_gpu as plgpu
         >>> rows, weights = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((2, 64, 128), jnp.bfloat16)
         >>> sizes = jnp.array([100, 28], jnp.int32)
-        >>> out = grouped_matmul(rows, weights, sizes, interpret=plgpu.InterpretGPUParams())
+        >>> out = grouped_matmul(rows, weights, sizes, num_sms=2, interpret=plgpu.InterpretGPUParams())
         >>> float(out[0, 0])
         64.0
 
@@ -92,7 +93,8 @@ def grouped_swiglu(
         >>> import jax.numpy as jnp
         >>> from jax.experimental.pallas import mosaic_gpu as plgpu
         >>> rows, weights = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((1, 64, 256), jnp.bfloat16)
-        >>> h = grouped_swiglu(rows, weights, jnp.array([64], jnp.int32), interpret=plgpu.InterpretGPUParams())
+        >>> sizes, interpret = jnp.array([64], jnp.int32), plgpu.InterpretGPUParams()
+        >>> h = grouped_swiglu(rows, weights, sizes, num_sms=2, interpret=interpret)
         >>> h.shape, float(h[0, 0])
         ((64, 128), 4096.0)
     """
@@ -140,7 +142,8 @@ def grouped_matmul_dw(
         >>> import jax.numpy as jnp
         >>> from jax.experimental.pallas import mosaic_gpu as plgpu
         >>> rows, dout = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
-        >>> dw = grouped_matmul_dw(rows, dout, jnp.array([40, 0], jnp.int32), interpret=plgpu.InterpretGPUParams())
+        >>> sizes, interpret = jnp.array([40, 0], jnp.int32), plgpu.InterpretGPUParams()
+        >>> dw = grouped_matmul_dw(rows, dout, sizes, num_sms=2, interpret=interpret)
         >>> float(dw[0, 0, 0]), float(dw[1, 0, 0])
         (40.0, 0.0)
     """
@@ -158,9 +161,7 @@ def grouped_matmul_dw(
     if config.split != "rows" or config.cluster == "cols":
         raise ValueError(f"the weight gradient needs split='rows' and cluster None or 'rows'; got {config}")
     sms = _sms(num_sms, config)
-    return weight_grad(
-        lhs, dout, group_sizes, config=config, out_dtype=out_dtype, num_sms=sms, interpret=interpret
-    )
+    return weight_grad(lhs, dout, group_sizes, config=config, out_dtype=out_dtype, num_sms=sms, interpret=interpret)
 
 
 def _launch(lhs, rhs, group_sizes, config, num_sms, interpret, launch):

@@ -1,4 +1,5 @@
 """The grouped matmul as a loop over groups: slow, obvious, in float32. What the kernels are compared with."""
+
 import jax
 import jax.numpy as jnp
 

@@ -6,6 +6,7 @@ group does not fill is copied from a small buffer of masked edge rows instead, a
 past the end of the array, where the copy engine writes zeros. So neither a neighbour's rows nor the tail get in, and
 the inner loop knows no masks.
 """
+
 import functools
 
 import jax
@@ -54,7 +55,8 @@ def weight_grad(lhs, dout, group_sizes, *, config: Config, out_dtype, num_sms, i
     staged = min(config.staged, blocks * config.cols // chunk)
     emulated = bool(interpret)
 
-    def body(spans_ref, lhs_ref, dout_ref, lhs_edges_ref, dout_edges_ref, out_ref, a, b, staging, full, full_edge, free):
+    def body(spans_ref, lhs_ref, dout_ref, lhs_edges_ref, dout_edges_ref, out_ref, *scratch):
+        a, b, staging, full, full_edge, free = scratch
         warpgroup = lax.axis_index("warpgroup")
         peer = lax.axis_index("pair") if config.cluster else jnp.int32(0)
         first = lax.axis_index("cluster")
@@ -64,7 +66,7 @@ def weight_grad(lhs, dout, group_sizes, *, config: Config, out_dtype, num_sms, i
         def place(i):
             tile = first + i * clusters
             group = lax.div(tile, jnp.int32(per_group))
-            # Bands of row tiles, column by column: what the SMs read at one time is near a square, the least L2 traffic.
+            # Bands of row tiles, column by column: what is read at one time is near a square, the least L2 traffic.
             within = tile - group * per_group
             band = lax.div(within, jnp.int32(config.band * num_cols))
             within = within - band * (config.band * num_cols)
@@ -181,7 +183,7 @@ def weight_grad(lhs, dout, group_sizes, *, config: Config, out_dtype, num_sms, i
         pl.when(warpgroup == _COMPUTE)(produce)
 
     tiled = () if emulated else TILED
-    free_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if config.cluster else plgpu.Barrier
+    free = dict(num_arrivals=_COMPUTE, num_barriers=stages)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((G, D, F), out_dtype),
@@ -201,7 +203,7 @@ def weight_grad(lhs, dout, group_sizes, *, config: Config, out_dtype, num_sms, i
             ),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=2 * _CELLS, num_barriers=stages),
-            free_barrier(num_arrivals=_COMPUTE, num_barriers=stages),
+            plgpu.ClusterBarrier(collective_axes=("pair",), **free) if config.cluster else plgpu.Barrier(**free),
         ],
         kernel_name="grouped_matmul_dw",
         interpret=interpret,

@@ -60,7 +60,10 @@ def test_meshes_forward_and_gradient(mesh, axis_type):
     dy = _x(seed=1)
     with jax.set_mesh(mesh):
         layer = jaxmoe.MoE(D, F, router, config=config, schedule=jaxmoe.TokenChunks(2), rngs=nnx.Rngs(0))
-        assert layer.gate_up[...].sharding.spec == P(axis, None, None)
+        assert layer.gate_up[...].sharding.is_equivalent_to(jax.NamedSharding(mesh, P(axis)), 3)
+        assert (
+            layer.router[...].sharding.is_fully_replicated and len(layer.router[...].sharding.device_set) == mesh.size
+        )
         placed = jax.device_put(x, jax.NamedSharding(mesh, P(*spec, *(None,) * (3 - len(spec)))))
         cotangent = jax.device_put(dy, placed.sharding)
 
@@ -103,6 +106,26 @@ def test_transforms(how):
     _check(layer, x, y, stats)
     assert float(stats.load.sum()) == pytest.approx(1.0)
     assert float(stats.imbalance) >= 1.0 and int(stats.dropped) == 0
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["Auto", "Explicit"])
+def test_a_training_loop_compiles_once(axis_type):
+    """The parameters that a step returns have the shardings that it was given."""
+    traced = 0
+    with jax.set_mesh(_mesh((4,), ("expert",), axis_type)) as mesh:
+        layer = jaxmoe.MoE(D, F, ROUTER, use_bias=True, rngs=nnx.Rngs(0))
+        x = jax.device_put(_x(), jax.NamedSharding(jax.sharding.get_mesh(), P("expert")))
+
+        @jax.jit
+        def step(state, x):
+            nonlocal traced
+            traced += 1
+            return jax.tree.map(lambda a: a * 0.5, state)
+
+        state = jax.tree.map(lambda a: a, nnx.state(layer))
+        for _ in range(3):
+            state = step(state, x)
+        assert step._cache_size() == 1 and traced == 1, mesh
 
 
 def test_remat_and_scan_over_layers():

@@ -1,4 +1,5 @@
 """The grouped matmul kernels against their references: interpreted on a CPU with race detection, and on a GPU."""
+
 import functools
 
 import jax
@@ -73,6 +74,7 @@ def test_forward_follows_the_reference(sizes, transpose_rhs):
     assert_close(out[:n], grouped_matmul_reference(lhs, rhs, sizes, transpose_rhs=transpose_rhs)[:n])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("config", FORWARD.values(), ids=FORWARD.keys())
 def test_every_tiling_agrees(config):
@@ -108,9 +110,9 @@ def test_weight_gradient_follows_the_reference(sizes, out_dtype):
 @pytest.mark.parametrize("rows", [1, 63, 65])
 def test_few_rows_and_rows_that_are_no_multiple_of_8(rows):
     lhs, rhs, sizes, _ = operands(rows, [rows], 1, 128, 64)
-    out = grouped_matmul(lhs, rhs, sizes, interpret=INTERPRET)
+    out = grouped_matmul(lhs, rhs, sizes, num_sms=2, interpret=INTERPRET)
     assert_close(out, grouped_matmul_reference(lhs, rhs, sizes))
-    dw = grouped_matmul_dw(lhs, out, sizes, interpret=INTERPRET)
+    dw = grouped_matmul_dw(lhs, out, sizes, num_sms=2, interpret=INTERPRET)
     assert_close(dw, grouped_matmul_dw_reference(lhs, out, sizes))
 
 
@@ -119,16 +121,16 @@ def test_neighbours_rows_do_not_leak_into_a_group():
     lhs, dout, sizes, _ = operands(64, [11, 20, 9], 64, 64, D=64, kind="dout")
     inside = (jnp.arange(64) >= 11) & (jnp.arange(64) < 31)
     lhs, dout = (jnp.where(inside[:, None], x, jnp.inf) for x in (lhs, dout))
-    dw = grouped_matmul_dw(lhs, dout, sizes, interpret=INTERPRET)
+    dw = grouped_matmul_dw(lhs, dout, sizes, num_sms=2, interpret=INTERPRET)
     rhs = jnp.ones((3, 64, 64), jnp.bfloat16)
-    out = grouped_matmul(lhs, rhs, sizes, interpret=INTERPRET)
+    out = grouped_matmul(lhs, rhs, sizes, num_sms=2, interpret=INTERPRET)
     assert_close(dw[1], jnp.dot(lhs[11:31].T, dout[11:31], preferred_element_type=jnp.float32))
     assert np.isfinite(np.asarray(out[11:31], np.float32)).all()
 
 
 def test_same_input_same_bits():
     lhs, rhs, sizes, n = operands(200, [70, 0, 5, 100], 4, 128, 128)
-    first, second = (grouped_matmul(lhs, rhs, sizes, interpret=INTERPRET)[:n] for _ in range(2))
+    first, second = (grouped_matmul(lhs, rhs, sizes, num_sms=2, interpret=INTERPRET)[:n] for _ in range(2))
     np.testing.assert_array_equal(first, second)
 
 
@@ -136,9 +138,10 @@ def test_same_input_same_bits():
 @pytest.mark.parametrize("band", [1, 3])
 def test_the_table_covers_each_row_once(rows, band):
     rng = np.random.default_rng(0)
+    make = jax.jit(functools.partial(tile_table, M=30 * 700, rows=rows, band=band))
     for _ in range(50):
-        sizes = rng.integers(0, 700, rng.integers(1, 40)) * rng.integers(0, 2)
-        table, count = (np.asarray(x) for x in tile_table(jnp.array(sizes, jnp.int32), int(sizes.sum()), rows, band))
+        sizes = rng.integers(0, 700, 30) * rng.integers(0, 2, 30)
+        table, count = (np.asarray(x) for x in make(jnp.array(sizes, jnp.int32)))
         assert count[0] == sum(-(-sizes // rows))
         assert count[0] <= len(table)
         covered = np.concatenate([[], *(np.arange(base, end) for _, base, end, _, _ in table[: count[0]])])
@@ -154,7 +157,7 @@ def test_the_table_covers_each_row_once(rows, band):
 
 @pytest.mark.parametrize(
     ("D", "F", "G", "M"),
-    [(2048, 1536, 128, 65536), (768, 2048, 128, 65536), (7168, 4096, 32, 32768), (2880, 5760, 32, 4096), (64, 64, 1, 1)],
+    [(2048, 1536, 128, 65536), (768, 2048, 128, 1024), (7168, 4096, 32, 32768), (2880, 5760, 32, 4096), (64, 64, 1, 1)],
 )
 def test_the_models_shapes_lower_for_a_gpu(D, F, G, M):
     """Lowering runs Mosaic's layout inference: a tiling that cannot be compiled fails here, without a GPU."""
@@ -201,8 +204,17 @@ def test_refusals_name_the_rule_and_the_remedy(call, error, words):
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(rows=96), dict(cols=64), dict(stages=1), dict(stages=9), dict(rows=64), dict(rows=256), dict(band=0),
-     dict(cluster="both"), dict(split="k")],
+    [
+        dict(rows=96),
+        dict(cols=64),
+        dict(stages=1),
+        dict(stages=9),
+        dict(rows=64),
+        dict(rows=256),
+        dict(band=0),
+        dict(cluster="both"),
+        dict(split="k"),
+    ],
 )
 def test_config_refuses_what_does_not_fit(fields):
     with pytest.raises(ValueError, match="grouped matmul tiles"):
