@@ -19,6 +19,7 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
+    "bench": Command("jaxmoe.bench", "time parts of the library on the devices at hand"),
     "demo": Command("jaxmoe.demo", "train a small MoE transformer and check it against the dense oracle"),
 }
 

@@ -1,0 +1,29 @@
+"""`jaxmoe bench AREA`: benchmarks over the devices at hand, one module an area, imported only when it is asked for."""
+
+import argparse
+import importlib
+import sys
+
+from jaxmoe.cli import Command
+
+AREAS: dict[str, Command] = {
+    "transport": Command("jaxmoe.bench.transport", "time every transport over the mesh that is found"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the areas and their options."""
+    areas = parser.add_subparsers(dest="area", metavar="AREA", required=True)
+    for name, area in AREAS.items():
+        sub = areas.add_parser(name, help=area.help, description=area.help[0].upper() + area.help[1:] + ".")
+        importlib.import_module(area.module).add_arguments(sub)
+
+
+def run(args: argparse.Namespace) -> int:
+    """One area from parsed arguments; returns 0, or 2 where it cannot start as asked."""
+    module = importlib.import_module(AREAS[args.area].module)
+    try:
+        return module.run(args)
+    except (ValueError, OSError) as error:
+        print(f"jaxmoe bench {args.area}: error: {error}", file=sys.stderr)
+        return 2
