@@ -12,6 +12,7 @@ import datetime
 import importlib.util
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -98,11 +99,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time, print and write; returns 0.
+    """Time, print and write; returns 0, or 2 where it cannot start as asked."""
+    try:
+        return _run(args)
+    except (ValueError, OSError) as error:
+        print(f"jaxmoe bench transport: error: {error}", file=sys.stderr)
+        return 2
 
-    Raises:
-      ValueError: options that do not fit the devices, or no `rich`; the message says the remedy.
-    """
+
+def _run(args: argparse.Namespace) -> int:
+    """`run`; errors say the remedy."""
     if importlib.util.find_spec("rich") is None:
         raise ValueError("the table needs rich. Install it: pip install 'jaxmoe[viz]'")
     for option in ("tokens", "ranks", "devices", "repeats"):
@@ -154,7 +160,7 @@ def time_transports(case: Case, hardware: Hardware, repeats: int) -> list[Row]:
     # Between nodes the slower link is what bounds an exchange.
     link = hardware.link_gbs if load.ranks <= hardware.ranks_per_node else hardware.network_gbs
     ceiling = None if hardware.virtual else link
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    now = datetime.date.today().isoformat()
     rows = []
     for direction in ("dispatch", "combine"):
         for name in sorted(names, key=lambda n: times[n][direction]):
