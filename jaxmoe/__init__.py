@@ -3,6 +3,8 @@
 from jaxmoe.comm import Handle as Handle
 from jaxmoe.comm import combine as combine
 from jaxmoe.comm import dispatch as dispatch
+from jaxmoe.comm import explain_transport as explain_transport
+from jaxmoe.config import AutoTransport as AutoTransport
 from jaxmoe.config import MoEConfig as MoEConfig
 from jaxmoe.config import RouterConfig as RouterConfig
 from jaxmoe.experts import grouped_matmul as grouped_matmul

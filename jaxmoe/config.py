@@ -8,9 +8,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxmoe.perf.hardware import HARDWARE, Hardware
+
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 AxisNames = str | tuple[str, ...] | None
+AUTO = "auto"
 
 
 def _positive(name: str, value: object) -> None:
@@ -80,6 +83,42 @@ class RouterConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoTransport:
+    """What transport="auto" may assume.
+
+    Args:
+      hardware: a name of `jaxmoe.perf.HARDWARE`, or a `jaxmoe.perf.Hardware` with described or measured rates; None
+        takes the entry of the devices that JAX found.
+      skew: the largest number of tokens that one rank sends another, over the mean (`jaxmoe.perf.observed_skew`). It
+        is taken as a bound: where `all_to_all` is chosen for it, blocks hold the expected tokens times this, and a
+        token over them is dropped and counted, as with `wire_rows`. None bounds nothing, and nothing is dropped.
+      allow_ragged: let `ragged` be chosen where its preflight passes.
+
+    Raises:
+      ValueError: an unknown hardware, or a skew below 1.
+
+    Example:
+      >>> AutoTransport(hardware="h200", skew=1.3).allow_ragged
+      False
+    """
+
+    hardware: str | Hardware | None = None
+    skew: float | None = None
+    allow_ragged: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hardware, str) and self.hardware not in HARDWARE:
+            raise ValueError(
+                f"hardware must be one of {sorted(HARDWARE)}; got {self.hardware!r}. Choose one, or pass a "
+                "jaxmoe.perf.Hardware with your own numbers."
+            )
+        if self.skew is not None and not self.skew >= 1:
+            raise ValueError(
+                f"skew is the largest block over the mean one and at least 1; got {self.skew!r}. Pass 1.0 or more."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """What a MoE layer is and how its tokens travel.
 
@@ -89,15 +128,18 @@ class MoEConfig:
       token_spec: how the leading dimensions of x are sharded on a mesh of Auto axes; None shards the first over
         `axis`. On Explicit axes the type of x says it, and this stays None.
       transport: "all_gather" (the default, always works), "all_to_all" (one copy per (token, rank)), "ragged" (the
-        same with exact sizes, GPU only), or "naive" (the baseline). "ragged_emulated" tests `ragged` on a CPU.
+        same with exact sizes, GPU only), or "naive" (the baseline). "ragged_emulated" tests `ragged` on a CPU. "auto"
+        takes the one that the cost model predicts to be fastest, when the layer is traced; `jaxmoe.explain_transport`
+        says which and why.
+      auto: what "auto" may assume; other transports ignore it.
       experts: the grouped-matmul backend, "pallas" (Hopper GPUs), "xla" or "reference"; None chooses by device,
         sizes and dtype, each direction for itself.
       capacity: the most rows an expert takes from all tokens of its EP group in one call; None drops nothing.
         Rows over it are dropped in the order (rank, token, slot), last first, and counted.
-      wire_rows: with "all_to_all" and "ragged", the most tokens that one rank sends to another in one call; None drops
-        nothing, at the all-gather's bytes. Each of a schedule's n lanes takes ceil(wire_rows / n). A token over it
-        loses its slots on that rank, in the order (rank, token), last first, and they are counted as dropped. Without
-        expert parallelism nothing travels, and nothing is dropped.
+      wire_rows: with "all_to_all" and "ragged", and with "auto" where it takes one of them, the most tokens that one
+        rank sends to another in one call; None drops nothing, at the all-gather's bytes. Each of a schedule's n lanes
+        takes ceil(wire_rows / n). A token over it loses its slots on that rank, in the order (rank, token), last first,
+        and they are counted as dropped. Without expert parallelism nothing travels, and nothing is dropped.
       combine_dtype: the dtype in which partial sums cross the wire and are added up; None is the dtype of x.
         float32 doubles the bytes of a bf16 combine and leaves one rounding.
       checks: refuse routing with repeated or foreign expert ids that a caller passes in.
@@ -114,6 +156,7 @@ class MoEConfig:
     axis: AxisNames = "expert"
     token_spec: PartitionSpec | None = None
     transport: str = "all_gather"
+    auto: AutoTransport = AutoTransport()
     experts: str | None = None
     capacity: int | None = None
     wire_rows: int | None = None

@@ -13,6 +13,7 @@ import pytest
 import jaxmoe
 
 SURFACE = {
+    "AutoTransport",
     "Handle",
     "MoE",
     "MoEConfig",
@@ -27,6 +28,7 @@ SURFACE = {
     "combine",
     "dense_moe",
     "dispatch",
+    "explain_transport",
     "gate",
     "grouped_matmul",
     "init_params",

@@ -2,6 +2,8 @@
 
 import argparse
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _layer(config, params, x, dy) -> dict[str, object]:
+def _layer(config, params, x, dy) -> dict[str, Callable[[], Any]]:
     """The layer forward, and forward with all gradients."""
 
     def forward(params, x):
@@ -53,7 +55,7 @@ def _layer(config, params, x, dy) -> dict[str, object]:
     }
 
 
-def _parts(config, params, x) -> dict[str, object]:
+def _parts(config, params, x) -> dict[str, Callable[[], Any]]:
     """The layer's parts, each alone: route + row map, permute, up with SwiGLU, down, combine."""
     (T, K), E = (x.shape[0], config.router.top_k), config.router.num_experts
 

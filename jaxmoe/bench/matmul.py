@@ -2,6 +2,8 @@
 
 import argparse
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,18 +49,19 @@ def _backends(M: int, D: int, G: int) -> list[str]:
     return names + (["xla"] if 2 * M * G * D <= _DENSE_FORM_LIMIT_BYTES or not harness.on_gpu() else [])
 
 
-def _dense(x, w) -> dict[tuple[str, str], object]:
+def _dense(x, w) -> dict[tuple[str, str], Callable[[], Any]]:
     """The ceiling: one product of the same size by XLA's library and, on a GPU, by JAX's sample Mosaic kernel."""
-    out: dict[tuple[str, str], object] = {("dense", "forward"): functools.partial(jax.jit(jnp.dot), x, w)}
+    out: dict[tuple[str, str], Callable[[], Any]] = {("dense", "forward"): functools.partial(jax.jit(jnp.dot), x, w)}
     if not harness.on_gpu() or w.shape[1] % 512 or x.shape[0] % 256:  # the sample wants whole tiles of a cluster
         return out
     from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as sample
 
     dim = sample.MatmulDimension
-    for tiles in (
+    choices: tuple[dict[str, Any], ...] = (
         dict(tile_m=64, tile_n=256, wg_dimension=dim.M, cluster_dimension=dim.N),
         dict(tile_m=128, tile_n=128, wg_dimension=dim.N, cluster_dimension=dim.M),
-    ):
+    )
+    for tiles in choices:
         config = sample.TuningConfig(
             tile_k=64, max_concurrent_steps=4, grid_minor_dim=dim.M, grid_tile_width=8, **tiles
         )
@@ -67,7 +70,7 @@ def _dense(x, w) -> dict[tuple[str, str], object]:
     return out
 
 
-def _functions(M: int, D: int, F: int, G: int, forward_only: bool) -> dict[tuple[str, str], object]:
+def _functions(M: int, D: int, F: int, G: int, forward_only: bool) -> dict[tuple[str, str], Callable[[], Any]]:
     """{(backend, direction): function} on one set of random arrays."""
     dtype = jnp.bfloat16
     normal = jax.jit(lambda i, shape: jax.random.normal(jax.random.key(i), shape, dtype), static_argnums=(1,))
@@ -85,9 +88,9 @@ def _functions(M: int, D: int, F: int, G: int, forward_only: bool) -> dict[tuple
             if direction == "forward" or not (forward_only or (name == "xla" and harness.on_gpu())):
                 out[name, direction] = functools.partial(function, x, w, dy, s)
     if torch_baseline.available():
-        for direction, function in torch_baseline.products(M, D, F, sizes).items():
+        for direction, call in torch_baseline.products(M, D, F, sizes).items():
             if direction == "forward" or not forward_only:
-                out["torch", direction] = function
+                out["torch", direction] = call
     return out
 
 

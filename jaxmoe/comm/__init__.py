@@ -7,6 +7,7 @@ from jaxmoe.comm.api import dispatch as dispatch
 from jaxmoe.comm.api import limit_to_capacity as limit_to_capacity
 from jaxmoe.comm.api import send_home as send_home
 from jaxmoe.comm.api import transport_of as transport_of
+from jaxmoe.comm.auto import explain_transport as explain_transport
 from jaxmoe.comm.handle import Handle as Handle
 from jaxmoe.comm.handle import RoutingTable as RoutingTable
 from jaxmoe.comm.handle import gather_routing as gather_routing

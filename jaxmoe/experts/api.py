@@ -60,8 +60,8 @@ def choose_backend(
 @functools.cache
 def _warn_slow_on_cuda(why: str) -> None:
     warnings.warn(
-        f"experts backend 'xla' on CUDA ({why}): without cuDNN >= 9.22, lax.ragged_dot is a dense masked product (82 ms where "
-        "a grouped kernel takes 0.9, with a 32 GiB temporary at Qwen3-30B-A3B sizes).",
+        f"experts backend 'xla' on CUDA ({why}): without cuDNN >= 9.22, lax.ragged_dot is a dense masked product "
+        "(82 ms where a grouped kernel takes 0.9, with a 32 GiB temporary at Qwen3-30B-A3B sizes).",
         stacklevel=3,
     )
 

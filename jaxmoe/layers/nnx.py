@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,8 +121,10 @@ class MoE(nnx.Module):
         if self._mesh_at_hand() is None:
             return nnx.Param(value)
         axes = axis_tuple(self.config.axis)
-        metadata = {"out_sharding": (axes if len(axes) > 1 else axes[0],)}
-        return nnx.Param(value, **metadata, **({} if self.mesh is None else {"mesh": self.mesh}))
+        metadata: dict[str, Any] = {"out_sharding": (axes if len(axes) > 1 else axes[0],)}
+        if self.mesh is not None:
+            metadata["mesh"] = self.mesh
+        return nnx.Param(value, **metadata)
 
     def _whole(self, value: jax.Array) -> jax.Array:
         """`value` on every device of the mesh."""

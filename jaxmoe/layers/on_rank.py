@@ -13,6 +13,7 @@ from jaxmoe.comm import (
     send_home,
     transport_of,
 )
+from jaxmoe.comm.auto import resolve_transport
 from jaxmoe.compat import varying_axes
 from jaxmoe.config import MoEConfig
 from jaxmoe.experts import expert_down, expert_down_activated, expert_up, expert_up_activated
@@ -124,6 +125,7 @@ def moe_on_rank(
     if x.shape[0] == 0:  # on every rank, since shapes are the same on all: nothing to send, nothing to wait for
         none = vary(jnp.zeros((L,), jnp.int32), around)
         return x, MoEStats(routing, none, none)
+    config = resolve_transport(config, x.shape, config.router.num_experts // L, x.dtype, schedule.num_lanes)
     routed = gather_routing(routing, axes)
     table = limit_to_capacity(routed, config.router.num_experts, config.capacity)
     chunks, handles = _lanes(x, table, config, axes, schedule.num_lanes)

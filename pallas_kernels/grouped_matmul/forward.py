@@ -225,8 +225,8 @@ def forward(lhs, rhs, table, count, *, config: Config, transpose_rhs, swiglu, sa
                 mine_in_use = sum((mine_block(j) < in_use).astype(jnp.int32) for j in range(mine_blocks))
 
                 def run(n):
-                    def scope(*accs):
-                        accs = [accs[j * panels : (j + 1) * panels] for j in range(n)]
+                    def scope(*flat):
+                        accs = [flat[j * panels : (j + 1) * panels] for j in range(n)]
                         multiply(accs, step, first_col)
                         if n:
                             write([[acc[...] for acc in row] for row in accs], rows, valid, col + first_col)

@@ -57,7 +57,7 @@ def grouped_matmul(
     F = rhs.shape[1 if transpose_rhs else 2] if rhs.ndim == 3 else 0
     _check_forward(lhs, rhs, group_sizes, transpose_rhs)
     _check_multiple_of_64(D=lhs.shape[1], F=F)
-    config = config or choose_config(*lhs.shape, F, rhs.shape[0], transpose_rhs=transpose_rhs)
+    config = config or choose_config(lhs.shape[0], lhs.shape[1], F, rhs.shape[0], transpose_rhs=transpose_rhs)
     launch = dict(transpose_rhs=transpose_rhs, swiglu=False, save_preactivation=False)
     return _launch(lhs, rhs, group_sizes, config, num_sms, interpret, launch)[0]
 
@@ -103,7 +103,7 @@ def grouped_swiglu(
         raise ValueError(f"SwiGLU needs gate and up columns side by side, an even number; got rhs {rhs.shape}")
     F = rhs.shape[2] // 2
     _check_multiple_of_64(D=lhs.shape[1], F=F)
-    config = config or choose_config(*lhs.shape, 2 * F, rhs.shape[0], swiglu=True)
+    config = config or choose_config(lhs.shape[0], lhs.shape[1], 2 * F, rhs.shape[0], swiglu=True)
     if config.split != "rows":
         raise ValueError(f"SwiGLU needs gate and up in one warpgroup: use split='rows', got {config}")
     launch = dict(transpose_rhs=False, swiglu=True, save_preactivation=save_preactivation)

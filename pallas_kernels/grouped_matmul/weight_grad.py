@@ -9,6 +9,8 @@ the inner loop knows no masks.
 
 import functools
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -56,7 +58,7 @@ def weight_grad(lhs, dout, group_sizes, *, config: Config, out_dtype, num_sms, i
     emulated = bool(interpret)
 
     def body(spans_ref, lhs_ref, dout_ref, lhs_edges_ref, dout_edges_ref, out_ref, *scratch):
-        a, b, staging, full, full_edge, free = scratch
+        a, b, staging, full, full_edge, free: dict[str, Any] = scratch
         warpgroup = lax.axis_index("warpgroup")
         peer = lax.axis_index("pair") if config.cluster else jnp.int32(0)
         first = lax.axis_index("cluster")

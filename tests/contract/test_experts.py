@@ -20,13 +20,14 @@ KERNEL_REASON = pallas.why_not(M, (D, F), jnp.bfloat16, pallas.device_kind())
 
 def _backends(*dtypes) -> list:
     """Every backend, with the kernel skipped where it cannot run and for dtypes that it refuses."""
-    cases = []
-    for name in EXPERT_NAMES:
-        skip = [pytest.mark.skip(reason=f"pallas: {KERNEL_REASON}")] if name == "pallas" and KERNEL_REASON else []
-        for dtype in dtypes:
-            if name != "pallas" or dtype != "float32":
-                cases.append(pytest.param(name, dtype, marks=skip))
-    return cases
+    reason = f"pallas: {KERNEL_REASON}"
+    skips = {"pallas": [pytest.mark.skip(reason=reason)] if KERNEL_REASON else []}
+    return [
+        pytest.param(name, dtype, marks=skips.get(name, []))
+        for name in EXPERT_NAMES
+        for dtype in dtypes
+        if name != "pallas" or dtype != "float32"
+    ]
 
 
 SIZES = {

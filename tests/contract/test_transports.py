@@ -32,7 +32,7 @@ def _mesh(name):
 
 @functools.cache
 def _ops(transport, mesh_name, capacity=None):
-    """(x, ids, weights, r) -> rows, sizes, y, <dispatch(x), r> and its gradient, <x, combine(r)>, all over the ranks."""
+    """(x, ids, weights, r) -> rows, sizes, y, <dispatch(x), r>, its gradient, <x, combine(r)>, over the ranks."""
     mesh = _mesh(mesh_name)
     axes = mesh.axis_names
 
