@@ -16,6 +16,7 @@ from jaxmoe.comm.handle import Handle, RoutingTable
 from jaxmoe.mesh import rank_and_size, vary
 
 NAME = "naive"
+MOVES_BITS = False  # a broadcast is a sum here
 
 
 def arrange(table: RoutingTable, num_experts: int, axes: tuple[str, ...], wire_rows: int | None = None) -> Handle:
