@@ -89,8 +89,8 @@ def dequantise(
       [T, D].
 
     Example:
-      >>> dequantise(*quantise(jnp.array([[4.0, 0.0, -3.0]]))).tolist()
-      [[4.0, 0.0, -3.0]]
+      >>> dequantise(*quantise(jnp.array([[4.0, 0.0, -2.0, 3.0]]))).tolist()[0][2:]
+      [-2.0, 2.857142925262451]
     """
     return (q.astype(jnp.float32) * _columns(scales, q.shape[1])).astype(dtype)
 

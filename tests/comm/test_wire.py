@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from contract import harness as h
 from contract.harness import Setting, compiled_step, place, random_case, rel_err
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxmoe
@@ -229,17 +229,18 @@ def test_what_crosses_the_wire(transport):
 
 @functools.cache
 def _ops(transport):
-    """(x, ids, weights) -> combine(dispatch(x)) by the public ops, the wire quantised where it can be."""
-    mesh = jaxmoe.make_mesh(4)
+    """(x, ids, weights) -> combine(dispatch(x)) by the public ops on a mesh of 2×2, the wire quantised where it can be."""
+    axes = ("node", "gpu")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axes, axis_types=(AxisType.Auto,) * 2)
     home = FP8 if transport in ADD_AT_HOME else None
 
     def on_rank(x, ids, weights):
         rows, handle = jaxmoe.dispatch(
-            x, jaxmoe.Routing(ids, weights), num_experts=8, axis="expert", transport=transport, wire_dtype=FP8
+            x, jaxmoe.Routing(ids, weights), num_experts=8, axis=axes, transport=transport, wire_dtype=FP8
         )
         return rows, handle.row_map.group_sizes, jaxmoe.combine(rows, handle, wire_dtype=home)
 
-    return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
+    return jax.jit(jax.shard_map(on_rank, mesh=mesh, in_specs=P(axes), out_specs=P(axes)))
 
 
 @movers
