@@ -229,7 +229,7 @@ def test_what_crosses_the_wire(transport):
 
 @functools.cache
 def _ops(transport):
-    """(x, ids, weights) -> combine(dispatch(x)) by the public ops on a mesh of 2×2, the wire quantised where it can be."""
+    """(x, ids, weights) -> combine(dispatch(x)) by the public ops on 2×2 ranks, quantised where it can be."""
     axes = ("node", "gpu")
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axes, axis_types=(AxisType.Auto,) * 2)
     home = FP8 if transport in ADD_AT_HOME else None
