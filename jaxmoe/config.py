@@ -14,11 +14,21 @@ Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 SCORES = ("softmax", "sigmoid", "sqrt_softplus")
 AxisNames = str | tuple[str, ...] | None
 AUTO = "auto"
+WireDtype = Literal["float8_e4m3fn"] | None
 
 
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer; got {value!r}. Pass {name}=1 or more.")
+
+
+def check_wire_dtype(name: str, value: object) -> None:
+    """Raise unless `value`, of the option `name`, is None or "float8_e4m3fn"."""
+    if value is not None and not (isinstance(value, str) and value == "float8_e4m3fn"):
+        raise ValueError(
+            f"{name} must be None or 'float8_e4m3fn'; got {value!r}. Pass the name as a string, or None to send "
+            "rows in their own dtype."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +152,11 @@ class MoEConfig:
         and they are counted as dropped. Without expert parallelism nothing travels, and nothing is dropped.
       combine_dtype: the dtype in which partial sums cross the wire and are added up; None is the dtype of x.
         float32 doubles the bytes of a bf16 combine and leaves one rounding.
+      wire_dtype: the dtype in which tokens cross the wire; None is the dtype of x. "float8_e4m3fn" sends D + 4·⌈D/128⌉
+        bytes a row, with one float32 scale per 128 columns, dequantised on arrival. The router sees the exact tokens,
+        and the gradient is straight-through. Any transport but "naive".
+      wire_dtype_combine: the same for the partial sums on their way back, which are then added up in float32 at home.
+        Needs a transport that brings them there: "all_to_all" or "ragged".
       checks: refuse routing with repeated or foreign expert ids that a caller passes in.
 
     Raises:
@@ -161,6 +176,8 @@ class MoEConfig:
     capacity: int | None = None
     wire_rows: int | None = None
     combine_dtype: DTypeLike | None = None
+    wire_dtype: WireDtype = None
+    wire_dtype_combine: WireDtype = None
     checks: bool = False
 
     def __post_init__(self) -> None:
@@ -171,4 +188,11 @@ class MoEConfig:
         if self.combine_dtype is not None and not jax.numpy.issubdtype(self.combine_dtype, jax.numpy.floating):
             raise ValueError(
                 f"combine_dtype must be a float dtype; got {self.combine_dtype!r}. Use float32, bfloat16 or None."
+            )
+        check_wire_dtype("wire_dtype", self.wire_dtype)
+        check_wire_dtype("wire_dtype_combine", self.wire_dtype_combine)
+        if self.combine_dtype is not None and self.wire_dtype_combine is not None:
+            raise ValueError(
+                f"combine_dtype and wire_dtype_combine both say what crosses the wire in combine; got "
+                f"{self.combine_dtype!r} and {self.wire_dtype_combine!r}. Leave one at None."
             )

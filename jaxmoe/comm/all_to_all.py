@@ -56,6 +56,14 @@ def send(x: Float[Array, "T D"], handle: Handle) -> Float[Array, "N D"]:
 
 def collect(partial: Float[Array, "N D"], handle: Handle) -> Float[Array, "T D"]:
     """y[t] = Σ over the ranks to which t was sent of their partial sums, in rank order."""
-    if handle.wire is None:
-        return partial
-    return sum_copies(lax.all_to_all(partial, handle.axes, 0, 0, tiled=True), handle.wire)
+    return partial if handle.wire is None else add_up(bring_back(partial, handle), handle)
+
+
+def bring_back(partial: Float[Array, "N D"], handle: Handle) -> Float[Array, "M D"]:
+    """back[d·W + j] = the partial sum of rank d for the j-th token that was sent there."""
+    return lax.all_to_all(partial, handle.axes, 0, 0, tiled=True)
+
+
+def add_up(back: Float[Array, "M D"], handle: Handle) -> Float[Array, "T D"]:
+    """y[t] = Σ_d back[row of (t, d)]."""
+    return sum_copies(back, handle.wire)

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxmoe.comm import all_gather, all_to_all, naive, ragged, ragged_emulated
+from jaxmoe.comm import all_gather, all_to_all, naive, ragged, ragged_emulated, wire
 from jaxmoe.comm.handle import Handle, RoutingTable, gather_routing
-from jaxmoe.config import AxisNames
+from jaxmoe.config import AxisNames, WireDtype
 from jaxmoe.mesh import axis_tuple
 from jaxmoe.permute.api import combine_rows, permute
 from jaxmoe.routing.gating import Routing
@@ -66,6 +66,7 @@ def dispatch(
     transport: str = "all_gather",
     capacity: int | None = None,
     wire_rows: int | None = None,
+    wire_dtype: WireDtype = None,
 ) -> tuple[Float[Array, "M D"], Handle]:
     """rows[row of (n, k) on the rank of expert e] = x[n] for each token n and slot k with ids[n, k] = e.
 
@@ -81,6 +82,8 @@ def dispatch(
       capacity: most rows an expert takes; None drops nothing.
       wire_rows: most tokens that one rank sends to another by `all_to_all` or `ragged`; None drops nothing. A token
         past it loses its slots on that rank.
+      wire_dtype: "float8_e4m3fn" sends the rows quantised, one float32 scale per 128 columns, and dequantises them on
+        arrival; None sends them as they are. The gradient is straight-through: as if nothing had been rounded.
 
     Returns:
       [M, D] rows sorted by local expert (M = N·min(K, L), with N = R·T, or R·wire_rows; those past the last are
@@ -88,8 +91,8 @@ def dispatch(
 
     Raises:
       ValueError: an unknown transport, experts that do not divide over the ranks, or wire_rows for a transport that
-        sends every token to every rank.
-      NotImplementedError: `ragged` where it cannot be trusted.
+        sends every token to every rank, or another wire_dtype.
+      NotImplementedError: `ragged` where it cannot be trusted; wire_dtype with `naive`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -104,12 +107,17 @@ def dispatch(
     axes = axis_tuple(axis)
     table = limit_to_capacity(gather_routing(routing, axes), num_experts, capacity)
     module = transport_of(transport)
+    wire.check_wire(module, wire_dtype)
     handle = module.arrange(table, num_experts, axes, wire_rows)
-    return permute(module.send(x, handle), handle.row_map), handle
+    return permute(send_rows(x, handle, wire_dtype), handle.row_map), handle
 
 
 def combine(
-    rows: Float[Array, "M D"], handle: Handle, *, combine_dtype: DTypeLike | None = None
+    rows: Float[Array, "M D"],
+    handle: Handle,
+    *,
+    combine_dtype: DTypeLike | None = None,
+    wire_dtype: WireDtype = None,
 ) -> Float[Array, "T D"]:
     """y[n] = Σ_k weights[n, k] · rows[row of (n, k)], over all ranks, back on the token's own rank.
 
@@ -118,19 +126,43 @@ def combine(
       handle: from `dispatch`.
       combine_dtype: dtype of the partial sums on the wire; None is the dtype of rows. Within a rank the sum is in
         float32 and in slot order, and is rounded once to this dtype.
+      wire_dtype: "float8_e4m3fn" quantises the partial sums for the wire, one float32 scale per 128 columns, and adds
+        them up in float32 at home; the gradient is straight-through. Only transports that add at home: `all_to_all`,
+        `ragged`.
 
     Returns:
       [T, D] in the dtype of rows. Tokens without an expert get zeros.
 
+    Raises:
+      ValueError: another wire_dtype, or one beside combine_dtype.
+      NotImplementedError: wire_dtype with a transport that adds on the way.
+
     Example: see `dispatch`.
     """
+    if combine_dtype is not None and wire_dtype is not None:
+        raise ValueError(
+            f"combine_dtype and wire_dtype both say what crosses the wire; got {combine_dtype!r} and {wire_dtype!r}. "
+            "Leave one at None."
+        )
+    wire.check_wire(transport_of(handle.transport), None, wire_dtype)
     partial = combine_rows(rows, handle.weights, handle.row_map)
-    return send_home(partial, handle, rows.dtype, combine_dtype)
+    return send_home(partial, handle, rows.dtype, combine_dtype, wire_dtype)
+
+
+def send_rows(x: Float[Array, "T D"], handle: Handle, wire_dtype: WireDtype = None) -> Float[Array, "N D"]:
+    """The transport's `send`, the rows quantised on the wire if `wire_dtype` says so."""
+    transport = transport_of(handle.transport)
+    return transport.send(x, handle) if wire_dtype is None else wire.send(transport, x, handle)
 
 
 def send_home(
-    partial: Float[Array, "N D"], handle: Handle, dtype: DTypeLike, combine_dtype: DTypeLike | None
+    partial: Float[Array, "N D"],
+    handle: Handle,
+    dtype: DTypeLike,
+    combine_dtype: DTypeLike | None = None,
+    wire_dtype: WireDtype = None,
 ) -> jax.Array:
-    """The transport's `collect`, in `combine_dtype` (None: `dtype`), the result in `dtype`."""
-    on_wire = partial.astype(jnp.dtype(combine_dtype or dtype))
-    return transport_of(handle.transport).collect(on_wire, handle).astype(dtype)
+    """The transport's `collect`, in `combine_dtype` (None: `dtype`) or quantised, the result in `dtype`."""
+    transport, on_wire = transport_of(handle.transport), partial.astype(jnp.dtype(combine_dtype or dtype))
+    home = transport.collect(on_wire, handle) if wire_dtype is None else wire.collect(transport, on_wire, handle)
+    return home.astype(dtype)

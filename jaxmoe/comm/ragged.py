@@ -210,7 +210,16 @@ def collect_through(collective: Callable, partial: Float[Array, "N D"], handle: 
     """`collect` by a given collective."""
     if handle.wire is None:
         return partial
-    back = exchange(partial, handle.wire.slices.mirrored(), _sizes(handle)[::-1], handle.axes, collective)
+    return add_up(bring_back_through(collective, partial, handle), handle)
+
+
+def bring_back_through(collective: Callable, partial: Float[Array, "N D"], handle: Handle) -> Float[Array, "A D"]:
+    """`bring_back` by a given collective."""
+    return exchange(partial, handle.wire.slices.mirrored(), _sizes(handle)[::-1], handle.axes, collective)
+
+
+def add_up(back: Float[Array, "A D"], handle: Handle) -> Float[Array, "T D"]:
+    """y[t] = Σ_d back[row of (t, d)]."""
     return sum_copies(back, handle.wire.out)
 
 
@@ -235,3 +244,8 @@ def send(x: Float[Array, "T D"], handle: Handle) -> Float[Array, "N D"]:
 def collect(partial: Float[Array, "N D"], handle: Handle) -> Float[Array, "T D"]:
     """y[t] = Σ over the ranks to which t was sent of their partial sums, in rank order."""
     return collect_through(lax.ragged_all_to_all, partial, handle)
+
+
+def bring_back(partial: Float[Array, "N D"], handle: Handle) -> Float[Array, "A D"]:
+    """back = the partial sums of the copies that were sent, in the order in which they were sent."""
+    return bring_back_through(lax.ragged_all_to_all, partial, handle)

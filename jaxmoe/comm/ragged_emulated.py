@@ -11,7 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.comm.handle import Handle, RoutingTable
-from jaxmoe.comm.ragged import arrange_ragged, collect_through, send_through
+from jaxmoe.comm.ragged import add_up as add_up
+from jaxmoe.comm.ragged import arrange_ragged, bring_back_through, collect_through, send_through
 
 NAME = "ragged_emulated"
 
@@ -42,7 +43,7 @@ def ragged_all_to_all(
 
     Returns:
       output, with what arrived. Slices whose two ends state different sizes, an error that the real collective answers
-      with a hang or with foreign rows, arrive as NaN.
+      with a hang or with foreign rows, arrive as NaN (as bytes of 255, if they are bytes).
 
     Example: under `jax.shard_map`, like `lax.ragged_all_to_all`.
     """
@@ -57,7 +58,9 @@ def ragged_all_to_all(
     place = jnp.take_along_axis(offset, last[:, None], axis=1)[:, 0]
     picked = everyone[(last // per_rank) * A + jnp.clip(begin[last] + place, 0, A - 1)]
     spread = (slice(None),) + (None,) * (output.ndim - 1)
-    picked = jnp.where((sent == recv_sizes)[last][spread], picked, jnp.nan)
+    # Bytes of 255 are NaN again once they are seen as floats.
+    wrong = jnp.nan if jnp.issubdtype(picked.dtype, jnp.inexact) else jnp.iinfo(picked.dtype).max
+    picked = jnp.where((sent == recv_sizes)[last][spread], picked, jnp.asarray(wrong, picked.dtype))
     return jnp.where(inside.any(axis=1)[spread], picked, output)
 
 
@@ -74,3 +77,8 @@ def send(x: Float[Array, "T D"], handle: Handle) -> Float[Array, "N D"]:
 def collect(partial: Float[Array, "N D"], handle: Handle) -> Float[Array, "T D"]:
     """`ragged`'s, by the emulation."""
     return collect_through(ragged_all_to_all, partial, handle)
+
+
+def bring_back(partial: Float[Array, "N D"], handle: Handle) -> Float[Array, "A D"]:
+    """`ragged`'s, by the emulation."""
+    return bring_back_through(ragged_all_to_all, partial, handle)

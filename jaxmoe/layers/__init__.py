@@ -7,3 +7,4 @@ from jaxmoe.layers.on_rank import moe_on_rank as moe_on_rank
 from jaxmoe.layers.params import MoEParams as MoEParams
 from jaxmoe.layers.params import MoEStats as MoEStats
 from jaxmoe.layers.params import init_params as init_params
+from jaxmoe.layers.wire_error import wire_error as wire_error

@@ -7,10 +7,12 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.comm import (
     Handle,
     RoutingTable,
+    check_wire,
     gather_routing,
     limit_to_capacity,
     local_experts,
     send_home,
+    send_rows,
     transport_of,
 )
 from jaxmoe.comm.auto import resolve_transport
@@ -26,9 +28,10 @@ from jaxmoe.schedules import Schedule, Sequential, Stage, weave
 
 def _stages(config: MoEConfig, dtype) -> list[Stage]:
     """dispatch, up, down, combine: (parameters, handle, value) -> value."""
-    transport, backend = transport_of(config.transport), config.experts
+    check_wire(transport_of(config.transport), config.wire_dtype, config.wire_dtype_combine)
+    backend = config.experts
     return [
-        Stage(name="dispatch", kind="comm", fn=lambda p, handle, x: transport.send(x, handle)),
+        Stage(name="dispatch", kind="comm", fn=lambda p, handle, x: send_rows(x, handle, config.wire_dtype)),
         Stage(
             name="up",
             kind="compute",
@@ -50,7 +53,9 @@ def _stages(config: MoEConfig, dtype) -> list[Stage]:
         Stage(
             name="combine",
             kind="comm",
-            fn=lambda p, handle, partial: send_home(partial, handle, dtype, config.combine_dtype),
+            fn=lambda p, handle, partial: send_home(
+                partial, handle, dtype, config.combine_dtype, config.wire_dtype_combine
+            ),
         ),
     ]
 
@@ -106,6 +111,7 @@ def moe_on_rank(
 
     Raises:
       ValueError: experts that do not divide over the ranks, an unknown transport or backend.
+      NotImplementedError: a wire dtype that the transport cannot carry.
 
     Example: `jaxmoe.moe` is this function under shard_map.
     """

@@ -8,7 +8,6 @@ the inner loop knows no masks.
 """
 
 import functools
-
 from typing import Any
 
 import jax
@@ -58,7 +57,7 @@ def weight_grad(lhs, dout, group_sizes, *, config: Config, out_dtype, num_sms, i
     emulated = bool(interpret)
 
     def body(spans_ref, lhs_ref, dout_ref, lhs_edges_ref, dout_edges_ref, out_ref, *scratch):
-        a, b, staging, full, full_edge, free: dict[str, Any] = scratch
+        a, b, staging, full, full_edge, free = scratch
         warpgroup = lax.axis_index("warpgroup")
         peer = lax.axis_index("pair") if config.cluster else jnp.int32(0)
         first = lax.axis_index("cluster")
@@ -185,7 +184,7 @@ def weight_grad(lhs, dout, group_sizes, *, config: Config, out_dtype, num_sms, i
         pl.when(warpgroup == _COMPUTE)(produce)
 
     tiled = () if emulated else TILED
-    free = dict(num_arrivals=_COMPUTE, num_barriers=stages)
+    free: dict[str, Any] = dict(num_arrivals=_COMPUTE, num_barriers=stages)
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((G, D, F), out_dtype),

@@ -48,6 +48,8 @@ class Setting:
     num_experts: int = E
     top_k: int = K
     combine_dtype: str | None = None
+    wire_dtype: str | None = None
+    wire_dtype_combine: str | None = None
 
     @property
     def config(self) -> jaxmoe.MoEConfig:
@@ -58,6 +60,8 @@ class Setting:
             capacity=self.capacity,
             wire_rows=self.wire_rows,
             combine_dtype=self.combine_dtype,
+            wire_dtype=self.wire_dtype,
+            wire_dtype_combine=self.wire_dtype_combine,
         )
 
     @functools.cached_property
