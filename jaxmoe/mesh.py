@@ -101,3 +101,8 @@ def vary(tree: Any, axes: tuple[str, ...]) -> Any:
         return lax.pcast(a, missing, to="varying") if missing else a
 
     return jax.tree.map(one, tree)
+
+
+def vary_like(out: Any, *inputs: Any) -> Any:
+    """`out`, typed as differing along the mesh axes that `inputs` differ along: a kernel's result forgets them."""
+    return vary(out, tuple(sorted(frozenset().union(*map(varying_axes, inputs)))))

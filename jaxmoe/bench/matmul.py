@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmoe.bench import harness, torch_baseline
+from jaxmoe.experts import tokamax
 from jaxmoe.experts.api import product, product_dw
 
 # case: M rows, contraction D, columns F, groups G. DeepSeek-V3 as one of 8 ranks has it.
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _backends(M: int, D: int, G: int) -> list[str]:
     names = ["pallas"] if harness.on_gpu() else ["reference"]
+    names += [] if tokamax.why_not() else ["tokamax"]
     return names + (["xla"] if 2 * M * G * D <= _DENSE_FORM_LIMIT_BYTES or not harness.on_gpu() else [])
 
 

@@ -30,7 +30,7 @@ def arrange(table: RoutingTable, num_experts: int, axes: tuple[str, ...], wire_r
 
 
 def _as_words(x: Float[Array, "T D"]) -> Int[Array, "T W"]:
-    """The bits of each row as uint32, which every backend can add up; rows of 16-bit floats are padded to whole words."""
+    """The bits of each row as uint32, which every backend can add up; 16-bit rows are padded to whole words."""
     if x.dtype.itemsize == 4:
         return lax.bitcast_convert_type(x, jnp.uint32)
     x = jnp.pad(x, ((0, 0), (0, x.shape[1] % 2)))

@@ -8,9 +8,9 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.experts import pallas, reference, xla
+from jaxmoe.experts import pallas, reference, tokamax, xla
 
-BACKENDS: dict[str, ModuleType] = {"pallas": pallas, "reference": reference, "xla": xla}
+BACKENDS: dict[str, ModuleType] = {"pallas": pallas, "reference": reference, "tokamax": tokamax, "xla": xla}
 
 
 def choose_backend(
@@ -113,7 +113,7 @@ def grouped_matmul(
       rows: [M, D] float32, bfloat16 or float16. Rows past sum(group_sizes) may hold anything.
       weights: [L, D, F], the dtype of rows.
       group_sizes: [L] int32, summing to at most M.
-      backend: "pallas" (Hopper), "reference", "xla", or None to choose by device, sizes and dtype.
+      backend: "pallas" (Hopper), "reference", "xla", "tokamax" (an extra); None chooses by device, sizes, dtype.
 
     Returns:
       [M, F] in the dtype of rows, accumulated in float32. Rows past sum(group_sizes) are unspecified.

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmoe.compat import varying_axes
-from jaxmoe.mesh import vary
+from jaxmoe.mesh import vary_like
 from pallas_kernels import grouped_matmul as kernels
 
 _MULTIPLE = 64  # of widths, in the kernel
@@ -44,17 +43,12 @@ def _check(rows, widths) -> None:
         )
 
 
-def _typed(out, *inputs):
-    """`out`, typed as differing along the mesh axes that its inputs differ along: a kernel's result forgets them."""
-    return vary(out, tuple(sorted(frozenset().union(*map(varying_axes, inputs)))))
-
-
 def grouped_matmul(
     rows: Float[Array, "M D"], weights: Float[Array, "L D F"], group_sizes: Int[Array, "L"], transpose: bool = False
 ) -> Float[Array, "M F"]:
     """out[m] = rows[m] @ weights[group of m], or @ weightsᵀ with `transpose` (weights [L, F, D])."""
     _check(rows, weights.shape[1:])
-    return _typed(kernels.grouped_matmul(rows, weights, group_sizes, transpose_rhs=transpose), rows, weights)
+    return vary_like(kernels.grouped_matmul(rows, weights, group_sizes, transpose_rhs=transpose), rows, weights)
 
 
 def grouped_matmul_dw(
@@ -62,7 +56,7 @@ def grouped_matmul_dw(
 ) -> Float[Array, "L D F"]:
     """dweights[e] = rows[group e]ᵀ @ dout[group e]."""
     _check(rows, (rows.shape[1], dout.shape[1]))
-    return _typed(kernels.grouped_matmul_dw(rows, dout, group_sizes), rows, dout)
+    return vary_like(kernels.grouped_matmul_dw(rows, dout, group_sizes), rows, dout)
 
 
 def grouped_swiglu(
@@ -70,4 +64,4 @@ def grouped_swiglu(
 ) -> Float[Array, "M F"]:
     """silu(rows @ gate) · (rows @ up) in one pass: the product's 2F columns are not written."""
     _check(rows, (weights.shape[1], weights.shape[2] // 2))
-    return _typed(kernels.grouped_swiglu(rows, weights, group_sizes), rows, weights)
+    return vary_like(kernels.grouped_swiglu(rows, weights, group_sizes), rows, weights)

@@ -115,26 +115,29 @@ def random_case(seed: int = 0, *, ids=None, valid=None, setting: Setting = Setti
     return params, normal(n, D), routing, jnp.asarray(valid, jnp.int32), normal(n, D)
 
 
+@functools.cache
+def _dense_step(router: jaxmoe.RouterConfig):
+    """(params, x, ids, weights, dy) -> y and the gradients of params, x and weights, compiled once a router."""
+
+    def step(params, x, ids, weights, dy):
+        def forward(params, x, weights):
+            return jaxmoe.dense_moe(params, x, router, routing=jaxmoe.Routing(ids, weights))[0]
+
+        y, vjp = jax.vjp(forward, params, x, weights)
+        return y, vjp(dy)
+
+    return jax.jit(step)
+
+
 def oracle(params, x, routing, num_valid, dy, setting: Setting):
     """The step's y and gradients by `dense_moe` on one device in float64."""
     tokens = x.shape[0] // setting.ranks
     mask = np.arange(tokens)[None] < np.asarray(num_valid)[:, None]
+    ids = np.where(mask.reshape(-1, 1), np.asarray(routing.expert_ids), -1)
+    wide = lambda t: jax.tree.map(lambda a: np.asarray(a.astype(jnp.float32), np.float64), t)  # noqa: E731
     with jax.enable_x64(True):
-        wide = lambda t: jax.tree.map(  # noqa: E731
-            lambda a: (
-                jnp.asarray(np.asarray(a.astype(jnp.float32), np.float64)) if a.dtype != jnp.int32 else np.asarray(a)
-            ),
-            t,
-        )
-        params, x, weights, dy = wide(params), wide(x), wide(routing.weights), wide(dy)
-        ids = np.where(mask.reshape(-1, 1), np.asarray(routing.expert_ids), -1)
-
-        def forward(params, x, weights):
-            given = jaxmoe.Routing(jnp.asarray(ids), weights)
-            return jaxmoe.dense_moe(params, x, setting.config.router, routing=given)[0]
-
-        y, vjp = jax.vjp(forward, params, x, weights)
-        return jax.tree.map(np.asarray, (y, vjp(dy)))
+        step = _dense_step(setting.config.router)
+        return jax.tree.map(np.asarray, step(wide(params), wide(x), ids, wide(routing.weights), wide(dy)))
 
 
 def check_step(setting: Setting, case) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from contract.harness import EXPERT_NAMES, TOLERANCE, rel_err
 
-from jaxmoe.experts import choose_backend, grouped_matmul, pallas
+from jaxmoe.experts import choose_backend, grouped_matmul, pallas, tokamax
 from jaxmoe.experts.mlp import expert_down, swiglu
 from jaxmoe.permute import combine_rows
 from jaxmoe.routing import row_map
@@ -22,6 +22,8 @@ def _backends(*dtypes) -> list:
     """Every backend, with the kernel skipped where it cannot run and for dtypes that it refuses."""
     reason = f"pallas: {KERNEL_REASON}"
     skips = {"pallas": [pytest.mark.skip(reason=reason)] if KERNEL_REASON else []}
+    if tokamax.why_not():
+        skips["tokamax"] = [pytest.mark.skip(reason=tokamax.why_not())]
     return [
         pytest.param(name, dtype, marks=skips.get(name, []))
         for name in EXPERT_NAMES
@@ -168,3 +170,9 @@ def test_refuses_shapes(shapes, rule):
 def test_refuses_mixed_dtypes():
     with pytest.raises(ValueError, match=r"one dtype; got float32 and bfloat16. Cast one"):
         grouped_matmul(jnp.zeros((4, 5)), jnp.zeros((2, 5, 6), jnp.bfloat16), jnp.zeros((2,), jnp.int32))
+
+
+def test_tokamax_that_is_not_installed_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(NotImplementedError, match=r"'tokamax': .*pip install 'jaxmoe\[tokamax\]'.*experts=None"):
+        grouped_matmul(jnp.zeros((4, 5)), jnp.zeros((2, 5, 6)), jnp.zeros((2,), jnp.int32), backend="tokamax")

@@ -48,6 +48,21 @@ def test_uneven_ranks(setting, valid):
     assert int(stats.tokens_per_expert.sum()) == h.K * sum(VALID[valid])
 
 
+@pytest.mark.parametrize("transport", [t for t in h.TRANSPORT_NAMES if t != "naive"])
+def test_counts_may_change_every_step_without_a_recompile(transport):
+    """200 steps with counts of any kind, ranks without tokens among them: one program, and every token counted."""
+    setting = Setting(transport=transport)
+    step, rng = compiled_step(setting), np.random.default_rng(0)
+    params, x, routing, _, dy = random_case(13, setting=setting)
+    before = None
+    for _ in range(200):
+        counts = rng.integers(0, h.T + 1, h.R) * rng.integers(0, 2, h.R)
+        _, stats, _ = step(*place(setting, params, x, routing, jnp.asarray(counts, jnp.int32), dy))
+        assert int(stats.tokens_per_expert.sum()) == h.K * counts.sum() and int(stats.dropped) == 0
+        before = before or step._cache_size()
+    assert step._cache_size() == before
+
+
 @settings
 def test_padding_may_hold_nan(setting):
     """NaN in padding tokens and in the cotangents of their outputs reaches nothing."""
