@@ -58,6 +58,13 @@ def row(
     )
 
 
+def share_row(bench: str, case: str, backend: str, direction: str, *, us: float, whole_us: float) -> Row:
+    """A Row for a part of something: its rate and fraction are its share of the whole's time."""
+    whole = row(bench, case, backend, direction, us=us, work=1.0, unit="TFLOP/s", ceiling=1.0)
+    share = round(us / whole_us, 4)
+    return dataclasses.replace(whole, rate=share, unit="of the whole", ceiling=1.0, fraction=share)
+
+
 def time_us(functions: Mapping[str, Callable[[], Any]], *, rounds: int = 7, budget_s: float = 0.03) -> dict[str, float]:
     """The median microseconds of each function, in bursts by turns: the clock drifts, so neighbours are compared.
 
@@ -151,9 +158,10 @@ def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 
 def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """One panel a direction, one group of bars a case: each backend's fraction of the ceiling."""
+    """One panel a direction, one group of bars a case: each backend's fraction of the ceiling; parts are left out."""
     from matplotlib.figure import Figure
 
+    rows = [r for r in rows if r.unit != "of the whole"]
     directions, cases = list(dict.fromkeys(r.direction for r in rows)), list(dict.fromkeys(r.case for r in rows))
     backends = list(dict.fromkeys(r.backend for r in rows))
     figure = Figure(figsize=(max(7, 1.5 * len(cases)), 3 * len(directions)), layout="constrained")
@@ -168,11 +176,14 @@ def draw(path: pathlib.Path, rows: Sequence[Row]) -> None:
             ]
             if at:
                 x, y = zip(*at, strict=True)
-                axis.bar(np.array(x) + (i + 0.5) / len(backends) * 0.8 - 0.4, y, 0.8 / len(backends), label=backend)
+                place = np.array(x) + (i + 0.5) / len(backends) * 0.8 - 0.4
+                axis.bar(place, y, 0.8 / len(backends), color=f"C{i}", label=backend)
         axis.axhline(1.0, color="0.5", linewidth=0.8)
         axis.set_xticks(range(len(cases)), cases, fontsize=8)
+        axis.set_xlim(-0.5, len(cases) - 0.5)
         axis.set_ylabel("fraction of the ceiling")
         axis.set_title(direction, loc="left")
-        axis.legend(fontsize=8, frameon=False, ncols=len(backends))
+    handles = {label: bar for axis in axes for bar, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", frameon=False, ncols=4)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

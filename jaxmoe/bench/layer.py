@@ -99,6 +99,9 @@ def measure(case: str, T: int, D: int, F: int, E: int, K: int) -> list[harness.R
     rows = []
     for name, us in times.items():
         backend, direction = name.split("|")
+        if direction.startswith("part:"):
+            rows.append(harness.share_row("layer", case, backend, direction, us=us, whole_us=times["jaxmoe|forward"]))
+            continue
         work = flops * (3 if "backward" in direction else 1)
         rows.append(harness.row("layer", case, backend, direction, us=us, work=work, unit="TFLOP/s", ceiling=ceiling))
     return rows

@@ -155,9 +155,11 @@ def test_the_table_covers_each_row_once(rows, band):
             assert set(table[first : first + width, 0]) == {group}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("D", "F", "G", "M"),
-    [(2048, 1536, 128, 65536), (768, 2048, 128, 1024), (7168, 4096, 32, 32768), (2880, 5760, 32, 4096), (64, 64, 1, 1)],
+    # One a kind of tiles: split over columns, widths that are no multiple of 128, decode.
+    [(7168, 4096, 32, 32768), (2880, 5760, 32, 4096), (768, 2048, 128, 1024)],
 )
 def test_the_models_shapes_lower_for_a_gpu(D, F, G, M):
     """Lowering runs Mosaic's layout inference: a tiling that cannot be compiled fails here, without a GPU."""
