@@ -8,7 +8,7 @@ from jaxmoe.mesh import vary_like
 from pallas_kernels import grouped_matmul as kernels
 
 _MULTIPLE = 64  # of widths, in the kernel
-_DTYPES = (jnp.bfloat16, jnp.float16)
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def why_not(num_rows: int, widths: tuple[int, ...], dtype, device_kind: str) -> str | None:
@@ -23,7 +23,7 @@ def why_not(num_rows: int, widths: tuple[int, ...], dtype, device_kind: str) -> 
     """
     if not any(name in device_kind for name in ("H100", "H200", "H800", "H20", "GH200")):
         return f"it is written for Hopper GPUs; this device is {device_kind!r}"
-    if dtype not in _DTYPES:
+    if jnp.dtype(dtype) not in _DTYPES:
         return f"it takes bfloat16 and float16; got {jnp.dtype(dtype)}"
     if any(w % _MULTIPLE for w in widths):
         return f"widths must be multiples of {_MULTIPLE}; got {widths}"

@@ -123,7 +123,7 @@ def gate(
     Example:
       >>> import jax.numpy as jnp
       >>> r = gate(jnp.array([[0.0, 2.0, 1.0]]), RouterConfig(num_experts=3, top_k=2))
-      >>> r.expert_ids.tolist(), bool(r.weights[0, 0] > r.weights[0, 1]), float(r.weights.sum())
+      >>> r.expert_ids.tolist(), bool(r.weights[0, 0] > r.weights[0, 1]), round(float(r.weights.sum()), 5)
       ([[1, 2]], True, 1.0)
 
     References: Shazeer et al., "Outrageously large neural networks" (2017); DeepSeek-V3 (2024) for bias, groups, scale.
