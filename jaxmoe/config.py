@@ -128,6 +128,10 @@ class AutoTransport:
             )
 
 
+def _is_wide_float(dtype: DTypeLike) -> bool:
+    return jax.numpy.issubdtype(dtype, jax.numpy.floating) and jax.numpy.finfo(dtype).bits >= 16
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """What a MoE layer is and how its tokens travel.
@@ -185,9 +189,10 @@ class MoEConfig:
             _positive("capacity", self.capacity)
         if self.wire_rows is not None:
             _positive("wire_rows", self.wire_rows)
-        if self.combine_dtype is not None and not jax.numpy.issubdtype(self.combine_dtype, jax.numpy.floating):
+        if self.combine_dtype is not None and not _is_wide_float(self.combine_dtype):
             raise ValueError(
-                f"combine_dtype must be a float dtype; got {self.combine_dtype!r}. Use float32, bfloat16 or None."
+                f"combine_dtype must be a float dtype of 16 bits or more; got {self.combine_dtype!r}. Use float32, "
+                "bfloat16 or None; for fp8 on the way back, wire_dtype_combine."
             )
         check_wire_dtype("wire_dtype", self.wire_dtype)
         check_wire_dtype("wire_dtype_combine", self.wire_dtype_combine)

@@ -11,6 +11,7 @@ from jaxmoe.comm.api import transport_of as transport_of
 from jaxmoe.comm.auto import explain_transport as explain_transport
 from jaxmoe.comm.handle import Handle as Handle
 from jaxmoe.comm.handle import RoutingTable as RoutingTable
+from jaxmoe.comm.handle import check_tokens as check_tokens
 from jaxmoe.comm.handle import gather_routing as gather_routing
 from jaxmoe.comm.handle import local_experts as local_experts
 from jaxmoe.comm.wire import check_wire as check_wire

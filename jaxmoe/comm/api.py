@@ -8,9 +8,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxmoe.comm import all_gather, all_to_all, naive, ragged, ragged_emulated, wire
-from jaxmoe.comm.handle import Handle, RoutingTable, gather_routing
+from jaxmoe.comm.handle import Handle, RoutingTable, check_tokens, gather_routing
 from jaxmoe.config import AxisNames, WireDtype
-from jaxmoe.mesh import axis_tuple
+from jaxmoe.mesh import axis_tuple, vary, vary_like
 from jaxmoe.permute.api import combine_rows, permute
 from jaxmoe.routing.gating import Routing
 from jaxmoe.routing.plan import apply_capacity
@@ -104,7 +104,9 @@ def dispatch(
     References: GShard (Lepikhin et al., 2020); DeepEP for the handle; MegaScale-MoE for gather and scatter as
     transport.
     """
+    check_tokens(x, routing)
     axes = axis_tuple(axis)
+    x = vary_like(vary(x, axes), x, routing.weights)
     table = limit_to_capacity(gather_routing(routing, axes), num_experts, capacity)
     module = transport_of(transport)
     wire.check_wire(module, wire_dtype)

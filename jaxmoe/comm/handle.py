@@ -70,6 +70,16 @@ def gather_routing(routing: Routing, axes: tuple[str, ...]) -> RoutingTable:
     return RoutingTable(lax.stop_gradient(ids).astype(jnp.int32), weights)
 
 
+def check_tokens(x: Float[Array, "T D"], routing: Routing) -> None:
+    """Raise unless x is [T, D] and the routing [T, K]: another T would send other tokens than those routed."""
+    ids, weights = routing.expert_ids, routing.weights
+    if x.ndim != 2 or ids.ndim != 2 or ids.shape != weights.shape or ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"x must be [T, D] and routing ids and weights [T, K] of the same tokens; got {x.shape}, {ids.shape} and "
+            f"{weights.shape}. Reshape them, or pad the routing with ids of -1."
+        )
+
+
 def local_experts(num_experts: int, axes: tuple[str, ...]) -> tuple[jax.Array | int, int]:
     """(first expert of this rank, L); experts lie in blocks of L = E / R over the ranks.
 

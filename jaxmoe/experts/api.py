@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxmoe.experts import pallas, reference, tokamax, xla
+from jaxmoe.mesh import vary_like
 
 BACKENDS: dict[str, ModuleType] = {"pallas": pallas, "reference": reference, "tokamax": tokamax, "xla": xla}
 
@@ -141,4 +142,5 @@ def grouped_matmul(
             f"rows and weights must have one dtype; got {rows.dtype} and {weights.dtype}. Cast one: "
             f"weights.astype({rows.dtype})."
         )
+    rows, weights = vary_like(rows, rows, weights), vary_like(weights, rows, weights)
     return _product(rows, weights, group_sizes, backend)

@@ -88,6 +88,8 @@ class MoE(nnx.Module):
     ) -> None:
         if config is None:
             config = MoEConfig(router=router, axis=axis)
+        elif axis not in ("expert", config.axis):
+            raise ValueError(f"config.axis must be the axis given; got {config.axis!r} and {axis!r}. Pass only config.")
         elif config.router != router:
             raise ValueError(
                 f"config.router must be the router given; got {config.router} and {router}. Pass "

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float
 from jaxmoe.comm import (
     Handle,
     RoutingTable,
+    check_tokens,
     check_wire,
     gather_routing,
     limit_to_capacity,
@@ -126,7 +127,9 @@ def moe_on_rank(
         x = jnp.where(valid[:, None], x, 0)
     if routing is None:
         routing = route(params, x, config, valid)
-    elif valid is not None:
+    else:
+        check_tokens(x, routing)
+    if valid is not None:
         routing = Routing(jnp.where(valid[:, None], routing.expert_ids, -1), routing.weights)
     if x.shape[0] == 0:  # on every rank, since shapes are the same on all: nothing to send, nothing to wait for
         none = vary(jnp.zeros((L,), jnp.int32), around)

@@ -22,5 +22,5 @@ def combine(rows: Float[Array, "M D"], weights: Float[Array, "N K"], row_map: Ro
     for k in range(K):
         at = row_map.row_of_slot[:, k]
         row = jnp.where((at >= 0)[:, None], rows[jnp.maximum(at, 0)], 0).astype(jnp.float32)
-        y = y + weights[:, k, None] * row
+        y = y + jnp.where(at >= 0, weights[:, k], 0)[:, None] * row
     return y

@@ -30,7 +30,7 @@ def _slot_sum(rows, weights, row_map: RowMap):
     for k in range(K):
         at = row_map.row_of_slot[:, k]
         row = jnp.where((at >= 0)[:, None], rows[jnp.maximum(at, 0)], 0).astype(jnp.float32)
-        y = y + (row if weights is None else weights[:, k, None] * row)
+        y = y + (row if weights is None else jnp.where(at >= 0, weights[:, k], 0)[:, None] * row)
     return y
 
 

@@ -94,6 +94,14 @@ def test_token_without_expert_is_exactly_zero(backend):
 
 
 @backends
+def test_a_weight_without_a_row_may_be_nan(backend):
+    maps = row_map(jnp.array([[0, -1], [-1, -1]]), 0, 1, 2)
+    weights = jnp.array([[2.0, jnp.nan], [jnp.inf, jnp.nan]])
+    y = combine_rows(jnp.full((2, D), 3.0), weights, maps, backend=backend)
+    np.testing.assert_array_equal(y, np.stack([np.full(D, 6.0), np.zeros(D)]))
+
+
+@backends
 def test_a_buffer_too_short_writes_nothing_behind_it(backend):
     """Repeated ids outgrow the buffer: slots past its end have no row, and the map says how many there are."""
     maps = row_map(jnp.array([[0, 0, 0], [0, 0, 0]]), 0, 1, 2)

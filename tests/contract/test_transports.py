@@ -170,3 +170,38 @@ def test_experts_that_do_not_divide():
         jax.shard_map(on_rank, mesh=_mesh("one axis of 4"), in_specs=P("expert"), out_specs=P("expert"))(
             jnp.zeros((4, 1))
         )
+
+
+def test_tokens_and_routing_of_another_length_are_refused():
+    routing = jaxmoe.Routing(jnp.zeros((2, 1), jnp.int32), jnp.ones((2, 1)))
+    with pytest.raises(ValueError, match=r"of the same tokens; got \(4, 1\), \(2, 1\) and \(2, 1\). Reshape"):
+        jaxmoe.dispatch(jnp.zeros((4, 1)), routing, num_experts=1, axis=None)
+
+
+@transports
+def test_gradients_of_the_pieces_beside_a_data_axis(transport):
+    """dispatch, grouped_matmul and combine in a caller's own shard_map, weights spread over the EP axis alone."""
+    mesh = jaxmoe.make_mesh(2, data=2)
+    x, ids, weights, _ = _inputs("one axis of 4")
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(E, D, D)), jnp.float32)
+
+    def on_rank(x, ids, weights, w):
+        rows, handle = jaxmoe.dispatch(
+            x, jaxmoe.Routing(ids, weights), num_experts=E, axis="expert", transport=transport
+        )
+        return jaxmoe.combine(jaxmoe.grouped_matmul(rows, w, handle.row_map.group_sizes), handle)
+
+    both = P(("data", "expert"))
+    run = jax.shard_map(on_rank, mesh=mesh, in_specs=(both, both, both, P("expert")), out_specs=both)
+
+    def dense(x, w):
+        rows = jnp.einsum("nd,edf->nef", x, w)
+        return sum(
+            jnp.where(ids[:, k, None] >= 0, weights[:, k, None] * rows[jnp.arange(len(x)), ids[:, k]], 0)
+            for k in range(K)
+        )
+
+    got = jax.jit(jax.grad(lambda x, w: (run(x, ids, weights, w) ** 2).sum(), argnums=(0, 1)))(x, w)
+    want = jax.grad(lambda x, w: (dense(x, w) ** 2).sum(), argnums=(0, 1))(x, w)
+    for a, b in zip(got, want, strict=True):
+        assert rel_err(a, b) <= 1e-5

@@ -195,7 +195,8 @@ def test_repeated_ids_are_refused_when_checks_are_on():
     "fields, says",
     [
         ({"capacity": 0}, "capacity must be a positive integer; got 0. Pass capacity=1 or more"),
-        ({"combine_dtype": "int8"}, "combine_dtype must be a float dtype; got 'int8'. Use float32"),
+        ({"combine_dtype": "int8"}, "combine_dtype must be a float dtype of 16 bits or more; got 'int8'. Use float32"),
+        ({"combine_dtype": "float8_e4m3fn"}, "got 'float8_e4m3fn'. Use float32, bfloat16 or None; for fp8"),
     ],
     ids=str,
 )
