@@ -147,7 +147,7 @@ def report(rows: Sequence[Row], args: argparse.Namespace) -> None:
         print(f"plot: {args.plot}")
 
 
-def write_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
+def write_rows(path: pathlib.Path, rows: Sequence[Any]) -> None:
     """Write rows to a JSON list; rows there of the same benchmark, case, backend, direction and device are replaced."""
     key = lambda r: (r["bench"], r["case"], r["backend"], r["direction"], r["device"])  # noqa: E731
     old = json.loads(path.read_text()) if path.exists() else []

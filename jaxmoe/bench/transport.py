@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.util
-import json
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmoe.bench.harness import write_rows
 from jaxmoe.comm import RoutingTable, available_transports, gather_routing, ragged, transport_of
 from jaxmoe.mesh import make_mesh
 from jaxmoe.perf import SHAPES, TINY, Hardware, Shape, Wire, Workload, block_counts, find_hardware, traffic
@@ -95,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, metavar="R", help="ranks that share the experts (default: all devices)")
     add("--devices", type=int, default=4, metavar="N", help="virtual CPU devices if no GPU (default: %(default)s)")
     add("--repeats", type=int, default=10, metavar="N", help="timings, of which the median (default: %(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the rows there too")
+    add("--json", type=Path, metavar="FILE", help="write the rows; rows of other runs stay")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     if jax.process_index() == 0:
         _print(rows, case, hardware)
         if args.json:
-            args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+            write_rows(args.json, rows)
     return 0
 
 

@@ -61,6 +61,7 @@ def token_spec(x: jax.Array, config: MoEConfig, mesh: AnyMesh, axes: tuple[str, 
             f"token_spec must not name the model dimension of x; got {lead} for shape {x.shape}. {remedy}."
         )
     over = _names(lead)
+    check_axes(mesh, over)
     if not set(axes) <= set(over):
         raise ValueError(
             f"the token dimensions of x must be sharded over the expert axes {axes}; {what}, with x of shape "
